@@ -19,8 +19,8 @@ from transformer.nn._grouped import Call, choose_experts, megablox_linear, ragge
 from transformer.nn._masks import Mask
 from transformer.nn._moe import RoutedFeedForward
 from transformer.nn._sharding import batch_sharding, make_mesh, state_shardings
-from transformer.training.plan import Program, parse_topology
-from transformer.training.plan._topologies import compile_program, topology_devices
+from transformer.training.plan import Program, parse_topology, topology_devices
+from transformer.training.plan._compile import compile_program
 
 TILE = 8
 SIZES = [

@@ -56,7 +56,7 @@ PARSED = {
     "docs/reliability.md": "kills runs for hours",
     "docs/recipes.md": "trains for minutes on downloaded data",
     "docs/report.md": "needs longer runs, and xprof",
-    "docs/scaling.md": "needs several devices or hosts, or the TPU compiler",
+    "docs/scaling.md": "needs several devices or hosts, or the compiler for TPUs or GPUs",
     "docs/serving.md": "DIR is a model of the reader, and a server does not end",
     "docs/shakespeare-fast.md": "trains for an hour",
     "docs/translation.md": "trains for hours on downloaded data",

@@ -12,7 +12,7 @@ from training_recipes import tiny_batch, tiny_recipe
 from transformer.config import FeedForwardOptions, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.data import TextFile
 from transformer.training import _flops as speed_module
-from transformer.training._chips import CHIPS, DEVICE_KINDS, GPUS, peak_flops
+from transformer.training._chips import CHIPS, DEVICE_KINDS, GPU_FLOPS, peak_flops
 from transformer.training._flops import Speed
 from transformer.training._memory import peak_bytes
 from transformer.training._parallel import place
@@ -41,7 +41,7 @@ def test_a_device_has_its_share_of_the_chip_peak():
     assert peak_flops("TPU v3") == CHIPS["v3"].flops / 2
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("Tesla T4") == 65e12
-    assert {peak_flops(f"NVIDIA {name}") for name in GPUS} == set(GPUS.values())
+    assert {peak_flops(f"NVIDIA {name}") for name in GPU_FLOPS} == set(GPU_FLOPS.values())
     assert all(peak_flops(kind) for kind in DEVICE_KINDS)
 
 
@@ -163,4 +163,4 @@ def test_memory_is_the_maximum_over_devices(monkeypatch):
 
 
 def test_figures_have_a_plausible_magnitude():
-    assert all(math.isfinite(peak) and 1e13 < peak < 1e16 for peak in GPUS.values())
+    assert all(math.isfinite(peak) and 1e13 < peak < 1e16 for peak in GPU_FLOPS.values())

@@ -1,4 +1,4 @@
-"""`transformer-zoo plan train RECIPE --topology v5e:4x4` and other plans: memory and speed on a TPU you don't have."""
+"""`transformer-zoo plan train RECIPE --topology v5e:4x4` and other plans: memory and speed of devices you lack."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from transformer.config._invocation import program
 
 if TYPE_CHECKING:
     from transformer.training._recipe import Recipe
+    from transformer.training.plan._contract import Topology
     from transformer.training.plan._decode_plan import DecodePlan
     from transformer.training.plan._serve_plan import ServePlan
-    from transformer.training.plan._topologies import Topology
     from transformer.training.plan._train_plan import Plan
 
 Tried = TypeVar("Tried")
@@ -51,7 +51,8 @@ No data is read. The exit code is 1 if it does not fit. Override the recipe's fi
 
 """
 TOPOLOGY = {
-    "--topology": "NAME:SIZES|TPU type and number of chips along each axis: v5e:4x4, v5p:2x2x2; two slices: '2*v5e:4x4'"
+    "--topology": "KIND:SIZES|TPU and chips along each axis, v5e:4x4, or GPU, hosts and GPUs per host, h100:2x8; two "
+    "slices: '2*v5e:4x4'"
 }
 FLAGS = {
     "--json": "|print one JSON object",
@@ -59,17 +60,17 @@ FLAGS = {
 }
 KINDS = {
     "train": (
-        "Compile the training step for a TPU, and print its memory by kind, the collectives between the chips, and an\n"
-        "estimate of the step time.",
+        "Compile the training step for TPUs or GPUs, and print its memory by kind, the collectives between devices,\n"
+        "and an estimate of the step time.",
         TOPOLOGY,
     ),
     "decode": (
-        "Compile the program of `generate` for a TPU, and print its memory and an estimate of its time.",
+        "Compile the program of `generate` for TPUs or GPUs, and print its memory and an estimate of its time.",
         TOPOLOGY
         | {"--shape": "ROWS:PROMPT:NEW|batch size, prompt tokens and new tokens per row (default: 8 and the recipe's)"},
     ),
     "serve": (
-        "Compute the weights, pages and bounds of the speed of a server on a TPU. Nothing is compiled.",
+        "Compute the weights, pages and bounds of the speed of a server on TPUs or GPUs. Nothing is compiled.",
         TOPOLOGY
         | {
             "--length": "TOKENS|tokens of a text (default: 2048)",
@@ -77,10 +78,10 @@ KINDS = {
         },
     ),
     "search": (
-        "Compile and rank the most promising meshes, batch sizes and remat policies for a TPU.",
+        "Compile and rank the most promising meshes, batch sizes and remat policies for TPUs or GPUs.",
         TOPOLOGY | {"--candidates": f"N|number of candidates to compile (default: {SEARCHED})"},
     ),
-    "batch": ("Find the largest batch that fits on a TPU. This compiles up to 12 programs.", TOPOLOGY),
+    "batch": ("Find the largest batch that fits on TPUs or GPUs. This compiles up to 12 programs.", TOPOLOGY),
     "here": (
         "Compile the training step for the devices of this machine, run steps, and compare with the estimate.",
         {},
@@ -95,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; return 0 if the recipe fits, 1 if it does not."""
     kind, *arguments = arguments
     about, options = KINDS[kind]
-    hint = "--topology takes a TPU type and its chips along each axis, such as v5e:4x4."
+    hint = "--topology takes a TPU and its chips along each axis, such as v5e:4x4, or a GPU, hosts and GPUs per host, "
+    hint += "such as h100:2x8."
     own, rest = split_options(arguments, flags=(*FLAGS, "--help-all"), options=options, hint=hint)
     called, topology = program(f"plan {kind}"), " --topology v5e:4x4" if options else ""
     described = ""
@@ -121,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     recipe = overridden(recipe, rest[1:], called=called, about=about, own=described, help_all=own.help_all)
     if options and own.topology is None:
         raise ConfigError(
-            f"--topology is missing. Pass the TPU to plan for, such as --topology v5e:4x4, or use "
+            f"--topology is missing. Pass the TPU or GPU to plan for, such as --topology v5e:4x4 or h100:1x8, or use "
             f"{program('plan here')}."
         )
     recipe, assumed = without_data(recipe)
@@ -155,7 +157,7 @@ class Answer:
 
 
 def _without_devices() -> None:
-    """Prevent libtpu and JAX from using a TPU of this machine: the plan is for another topology."""
+    """Prevent the compilers and JAX from using a TPU or GPU of this machine: the plan is for another topology."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # libtpu's lock protects chips, which are not used here
@@ -263,7 +265,7 @@ def _tried(plans: Iterable[Tried], limit: int, terminal: TextIO, line: Callable[
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Discard what native code writes to stderr inside the context: libtpu warns about missing workers."""
+    """Discard what native code writes to stderr inside the context: compilers warn about missing workers and GPUs."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformer.training.plan._contract import Topology
     from transformer.training.plan._decode_plan import DecodePlan
     from transformer.training.plan._measurement import Measured
     from transformer.training.plan._roofline import Estimate
     from transformer.training.plan._search import BatchTried, Tried
     from transformer.training.plan._serve_plan import ServePlan
-    from transformer.training.plan._topologies import Topology
     from transformer.training.plan._train_plan import Plan
 
 
@@ -30,20 +30,23 @@ def train_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Pla
     if plan.computed_flops and plan.computed_flops > 1.02 * flops.total:
         yield f"  {plan.computed_flops / flops.total:.2f} times as many with recomputation"
     if plan.fits:
-        yield from _collectives(plan.cost and plan.cost.collectives, "per step", UNPRINTED)
+        yield from _collectives(plan.cost and plan.cost.collectives, "per step", UNPRINTED, topology)
+        if plan.cost is not None:
+            yield from _launches(plan.cost.launches, "per step", topology)
     if plan.estimate is not None:
         one = plan.estimate
         yield (
             f"estimate, not a measurement: {duration(one.seconds)} per step, MFU {percent(one.mfu)} %, "
             f"{plan.units_per_second:,.0f} {plan.unit}/s"
         )
-        yield f"  {_parts(one)}"
+        yield f"  {_parts(one, topology)}"
         if not plan.cost.loops_bounded:
             yield "  a lower bound: a loop with an unknown number of iterations counts as one iteration"
         elif not plan.cost.loops_known:
             yield "  an upper bound: a loop over experts counts with its maximum number of iterations"
     elif plan.fits:
         yield f"no estimate: {UNPRINTED}"
+    yield from _notes(topology)
     yield f"planned in {plan.seconds:.1f} s"
 
 
@@ -58,15 +61,16 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
     yield from _memory(plan, topology)
     yield f"  KV cache: {size(plan.cache_bytes)}, included in the temporaries"
     if plan.fits:
-        yield from _collectives(plan.collectives, "per token", plan.unavailable)
+        yield from _collectives(plan.collectives, "per token", plan.unavailable, topology)
     if plan.prefill is not None and plan.token is not None:
+        yield from _launches(plan.launches, "per token", topology)
         whole = plan.prefill.seconds + wanted.new * plan.token.seconds
         yield (
             f"estimate, not a measurement: {duration(whole)} in total; after the prefill, "
             f"{plan.tokens_per_second:,.0f} new tokens/s"
         )
-        yield f"  prefill {duration(plan.prefill.seconds)}: {_parts(plan.prefill)}"
-        yield f"  one token per row {duration(plan.token.seconds)}: {_parts(plan.token)}"
+        yield f"  prefill {duration(plan.prefill.seconds)}: {_parts(plan.prefill, topology)}"
+        yield f"  one token per row {duration(plan.token.seconds)}: {_parts(plan.token, topology)}"
         times = plan.token_bytes / plan.least_token_bytes
         yield (
             f"  it reads and writes {size(plan.token_bytes)}, {times:.2f} times the minimum of "
@@ -76,6 +80,7 @@ def decode_lines(name: str, topology: Topology, assumed: Sequence[str], plan: De
             yield "  an upper bound: a loop over experts counts with its maximum number of iterations"
     elif plan.fits:
         yield f"no estimate: {plan.unavailable}"
+    yield from _notes(topology)
     yield f"planned in {plan.seconds:.1f} s"
 
 
@@ -85,7 +90,8 @@ def serve_lines(name: str, topology: Topology, assumed: Sequence[str], plan: Ser
     stored = plan.dtype if plan.bits is None else f"{plan.bits} bits"
     each = f"per {topology.unit}"
     yield f"weights: {size(plan.weight_bytes)} {each} in {stored}, {plan.num_parameters:,} parameters"
-    yield f"weights and pages together have {size(plan.available_bytes)} {each}"
+    note = f" ({topology.memory_note})" if topology.memory_note else ""
+    yield f"weights and pages together have {size(plan.available_bytes)} {each}{note}"
     yield f"pages of {plan.page_size} tokens in {plan.dtype}: {plan.pages:,}, each {size(plan.page_bytes)} {each}"
     if not plan.fits:
         needed = plan.weight_bytes + -(-plan.length // plan.page_size) * plan.page_bytes
@@ -135,6 +141,7 @@ def search_lines(
     yield f"{len(fitting)} fit, {len(tried) - len(fitting) - len(failed)} do not fit, {len(failed)} failed"
     yield from (f"  not ranked, {search_line(one)}" for one in fitting if one.plan.estimate is None)
     yield from (f"  failed: {one.candidate.flags}: {one.error}" for one in failed)
+    yield from _notes(topology)
     yield "Ranked by estimates, not measurements. The batch size changes the training result; the other flags do not."
 
 
@@ -163,6 +170,7 @@ def batch_lines(
     beyond = f"{larger} does not fit" if larger else "larger batches were not tried"
     yield f"largest batch: {field} {best.size} ({beyond})"
     yield f"  {batch_line(field, best)}, an estimate and not a measurement"
+    yield from _notes(topology)
     yield f"{len(tried)} programs compiled in {sum(one.plan.seconds for one in tried):.0f} s"
 
 
@@ -184,9 +192,12 @@ def _heading(name: str, topology: Topology, what: str, assumed: Sequence[str]) -
 
 def _memory(plan: Plan | DecodePlan, topology: Topology) -> Iterator[str]:
     if plan.fits:
-        yield f"fits: {size(plan.needed_bytes)} of {topology.hbm:.4g} GiB per {topology.unit}"
+        note = f" ({topology.memory_note})" if topology.memory_note else ""
+        yield f"fits: {size(plan.needed_bytes)} of {topology.usable_bytes / 2**30:.4g} GiB per {topology.unit}{note}"
     else:
-        yield f"does not fit: it needs {size(plan.needed_bytes)} of {size(plan.available_bytes)} per {topology.unit}"
+        note = f" ({topology.memory_note})" if topology.memory_note else ""
+        available = size(plan.available_bytes)
+        yield f"does not fit: it needs {size(plan.needed_bytes)} of {available} per {topology.unit}{note}"
     yield from _kinds(plan.memory)
     if any(plan.host_memory.values()):
         yield f"host memory per {topology.unit}: {size(sum(plan.host_memory.values()))}"
@@ -201,24 +212,33 @@ def _kinds(memory: Mapping[str, int]) -> Iterator[str]:
             yield f"  {kind:29} {size(number):>10}"
 
 
-def _parts(one: Estimate) -> str:
+def _parts(one: Estimate, topology: Topology) -> str:
     host = f", host {duration(one.host_seconds)}" if one.host_seconds else ""
-    across = f" + across slices {duration(one.dcn_seconds)}" if one.dcn_seconds else ""
+    far = f" + {topology.network} {duration(one.network_seconds)}" if one.network_seconds else ""
     return (
         f"max(compute {duration(one.compute_seconds)}, memory {duration(one.memory_seconds)}{host}) + collectives "
-        f"{duration(one.collective_seconds)}{across}"
+        f"{duration(one.collective_seconds)}{far}"
     )
 
 
-def _collectives(collectives: Sequence | None, of: str, unavailable: str) -> Iterator[str]:
+def _collectives(collectives: Sequence | None, of: str, unavailable: str, topology: Topology) -> Iterator[str]:
     if collectives is None:
         yield f"collectives: not available, {unavailable}"
     elif not collectives:
         yield "collectives: none"
     else:
-        across = {True: " across slices", False: ""}
-        each = (f"{one.count} {one.kind} of {size(one.result_bytes)}{across[one.across_slices]}" for one in collectives)
+        far = {True: f" {topology.network}", False: ""}
+        each = (f"{one.count} {one.kind} of {size(one.result_bytes)}{far[one.over_network]}" for one in collectives)
         yield f"collectives: {', '.join(each)} {of}"
+
+
+def _launches(number: int, of: str, topology: Topology) -> Iterator[str]:
+    if topology.counts_launches:
+        yield f"launches: {number:,} kernels, copies and collectives {of}"
+
+
+def _notes(topology: Topology) -> Iterator[str]:
+    yield from (f"note: {note}" for note in topology.notes)
 
 
 def size(number: int) -> str:

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A TPU version: its name, and the published figures of a whole chip."""
+    """Published figures of an accelerator: a whole TPU chip, or a GPU."""
 
     name: str
     devices: int = 1
     """number of JAX devices per chip: 2 if each core is a device with its own half of the HBM"""
     unit: str = "chip"
-    """name of a JAX device: a chip or a core"""
-    axes: int
-    """number of axes of a topology: 2 or 3"""
-    example: str
-    """example of a common topology"""
-    pod: int
-    """maximum number of chips in a pod"""
+    """name of a JAX device: a chip, a core or a GPU"""
     flops: float
     """peak throughput of bfloat16 matrix multiplications, FLOP/s"""
+    float32_flops: float | None = None
+    """peak throughput of matrix multiplications whose factors are float32, in JAX's default precision, FLOP/s; None:
+    that of bfloat16, to which TPUs round the factors"""
     int8_flops: float | None = None
     """peak throughput of int8 matrix multiplications, operations per second; None: not published"""
     fp8_flops: float | None = None
@@ -30,13 +27,26 @@ class Chip:
     """HBM capacity, GiB"""
     hbm_bandwidth: float
     """HBM bandwidth, bytes/s"""
-    ici_bandwidth: float
-    """bandwidth of all inter-chip links of a chip together, one direction, bytes/s"""
-    dcn_bandwidth: float | None = None
+    link_bandwidth: float
+    """bandwidth of all links of a chip to the other chips of its slice (TPU) or host (GPU) together, one direction,
+    bytes/s"""
+    network_bandwidth: float | None = None
     """a chip's share of the bandwidth from its host to the data-center network, one direction, bytes/s; None: unknown,
     or several slices are not supported"""
     host_bandwidth: float | None = None
     """bandwidth between a chip and the memory of its host (PCIe), one direction, bytes/s; None: unknown"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tpu(Chip):
+    """A TPU version: the figures of a chip, and the topologies that it can have."""
+
+    axes: int
+    """number of axes of a topology: 2 or 3"""
+    example: str
+    """example of a common topology"""
+    pod: int
+    """maximum number of chips in a pod"""
     config: str | None = None
     """the compiler's name for the way the cores of a chip are combined; None: its default"""
 
@@ -44,7 +54,7 @@ class Chip:
 # fmt: off
 _COLUMNS = (
     "name", "devices", "unit", "axes", "example", "pod", "flops", "int8_flops", "fp8_flops",
-    "hbm", "hbm_bandwidth", "ici_bandwidth", "dcn_bandwidth", "host_bandwidth", "config",
+    "hbm", "hbm_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "config",
 )
 _ROWS = (
     ("v2",    2, "core", 2, "2x2",   256,  46e12,   None,    None,    16,  7e11,    248e9, None,    16e9, None),
@@ -56,8 +66,8 @@ _ROWS = (
     ("tpu7x", 2, "core", 3, "2x2x1", 9216, 2307e12, None,    4614e12, 192, 7.38e12, 600e9, 12.5e9,  16e9, None),
 )
 # fmt: on
-CHIPS = {row[0]: Chip(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS}
-"""Chips by name. Sources: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
+CHIPS = {row[0]: Tpu(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS}
+"""TPUs by name. Sources: Google Cloud's documentation of each TPU version (docs.cloud.google.com/tpu/docs/v5e and so
 on), with bidirectional bandwidths halved. The figures of v5e, v5p and v6e were checked against it in November 2026,
 those of v4 and tpu7x not yet. For v2 and v3: Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2
 and TPUv3", IEEE Micro 41(2), table 1.
@@ -84,10 +94,11 @@ DEVICE_KINDS = {
 }
 """`jax.Device.device_kind` -> name in `CHIPS`"""
 
-GPUS = {
+GPU_FLOPS = {
     "H100 80GB HBM3": 989e12,
     "H100 PCIe": 756e12,
     "H200": 989e12,
+    "B200": 2250e12,
     "A100-SXM4-40GB": 312e12,
     "A100-SXM4-80GB": 312e12,
     "A100-PCIE-40GB": 312e12,
@@ -116,4 +127,4 @@ def peak_flops(device_kind: str) -> float | None:
     if device_kind in DEVICE_KINDS:
         chip = CHIPS[DEVICE_KINDS[device_kind]]
         return chip.flops / chip.devices
-    return GPUS.get(device_kind.removeprefix("NVIDIA "))
+    return GPU_FLOPS.get(device_kind.removeprefix("NVIDIA "))

@@ -128,6 +128,11 @@ class MeshPlacement:
         return meshes.local_rows(self.mesh, total)
 
     @property
+    def devices(self) -> list[jax.Device]:
+        """Devices of all processes, in the order of the program."""
+        return list(self.mesh.devices.flat)
+
+    @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every mesh axis."""
         return self.mesh.shape
@@ -227,6 +232,11 @@ class PmapPlacement:
     def rows(self, total: int) -> np.ndarray:
         """Return the indices of all rows of a batch, because there is only one process."""
         return np.arange(total)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Devices of this process, in the order of the program."""
+        return list(self._devices)
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer.training.plan import CHIPS, Chip, CompilerError, Topology, parse_topology
-from transformer.training.plan._topologies import compile_program, memory_in_error
+from transformer.training._memory import memory_in_error
+from transformer.training.plan import CHIPS, Chip, CompilerError, TpuTopology, parse_topology
+from transformer.training.plan._compile import compile_program
+from transformer.training.plan._measurement import PresentDevices
 
 
 @pytest.mark.parametrize(
@@ -54,15 +56,12 @@ def test_handles_a_compiler_without_memory_limit(needed, fits):
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((numbers,), jnp.float32))
     chip = Chip(
         name="x",
-        axes=1,
-        example="1",
-        pod=1,
         flops=1,
         hbm=8 * numbers / needed / 2**30,
         hbm_bandwidth=1,
-        ici_bandwidth=1,
+        link_bandwidth=1,
     )
-    fit, text = compile_program(lowered, {"parameters": 4 * numbers}, Topology(chip, (1,)))
+    fit, text = compile_program(lowered, {"parameters": 4 * numbers}, PresentDevices(chip, 1))
     assert (fit.fits, text is not None) == (fits, fits)
     assert fit.needed_bytes == 8 * numbers
-    assert compile_program(lowered, {}, Topology(CHIPS["v5e"], (1, 1)))[0].fits
+    assert compile_program(lowered, {}, TpuTopology(CHIPS["v5e"], (1, 1)))[0].fits

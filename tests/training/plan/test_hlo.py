@@ -160,9 +160,9 @@ class TestCollectives:
         )
         cost = entry(*lines).cost(4)
         inside, across = cost.collectives
-        assert (inside.kind, inside.across_slices, across.across_slices) == ("all-reduce", False, True)
+        assert (inside.kind, inside.over_network, across.over_network) == ("all-reduce", False, True)
         assert (across.kind, across.result_bytes, across.wire_bytes) == found
-        assert (cost.wire_bytes, cost.dcn_bytes) == (72, found[2])
+        assert (cost.wire_bytes, cost.network_bytes) == (72, found[2])
         assert cost.hbm_bytes == 5 * 48  # one read or write by each transfer, and two by the all-reduce
 
     def test_reads_collectives_of_a_compiled_program(self):

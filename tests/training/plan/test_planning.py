@@ -46,7 +46,7 @@ from transformer.training.plan import (
     topology_devices,
     without_data,
 )
-from transformer.training.plan import _topologies as topologies
+from transformer.training.plan import _tpu_topology as tpu
 
 TEXT = Recipe(
     name="text",
@@ -116,17 +116,17 @@ def test_reports_an_unsupported_topology(monkeypatch):
     def refuse(**options):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nand more")
 
-    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(topologies, "PROBE", "raise SystemExit(1)")  # an error, which occurs again in the caller
-    monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tpu, "PROBE", "raise SystemExit(1)")  # an error, which occurs again in the caller
+    monkeypatch.setattr(tpu.topologies, "get_topology_desc", refuse)
     with pytest.raises(CompilerError, match=r"not support the topology v5e:3x5\. Try v5e:4x4\. .*: no such layout$"):
         topology_devices(parse_topology("v5e:3x5"))
 
 
 def test_a_compiler_that_crashes_is_an_error_that_names_the_version_to_install(monkeypatch):
     """Like libtpu 0.0.21.1 with jax 0.7.2, but in a subprocess, so that the tests continue."""
-    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(topologies, "PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tpu, "PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     message = (
         rf"libtpu.* does not work with jax {re.escape(jax.__version__)}: compiling one matrix multiplication crashed "
         rf"\(SIGSEGV\)\. .*released with: pip install \"libtpu==[\d.*]+\"$"
@@ -223,7 +223,7 @@ class TestFlops:
 
 
 class TestRoofline:
-    CHIP = Chip(name="x", axes=2, example="1x1", pod=2, flops=100.0, hbm=1, hbm_bandwidth=10.0, ici_bandwidth=5.0)
+    CHIP = Chip(name="x", flops=100.0, hbm=1, hbm_bandwidth=10.0, link_bandwidth=5.0)
 
     def test_step_time_is_the_maximum_of_compute_and_memory_plus_collectives(self):
         one = estimate(self.CHIP, 2, model_flops=600, flops=300, hbm_bytes=20, wire_bytes=5)
@@ -247,11 +247,11 @@ class TestRoofline:
 
     def test_slice_transfers_add_time_and_host_copies_overlap(self):
         """Transfers between slices add to the time; copies from and to the host overlap with computation."""
-        chip = dataclasses.replace(self.CHIP, devices=2, dcn_bandwidth=4.0, host_bandwidth=2.0)
-        one = estimate(chip, 2, model_flops=150, flops=150, hbm_bytes=5, wire_bytes=0, dcn_bytes=4, host_bytes=5)
-        assert (one.compute_seconds, one.dcn_seconds, one.host_seconds, one.seconds) == (3, 2, 5, 7)
-        with pytest.raises(ValueError, match=r"7.*dcn_bandwidth"):
-            estimate(self.CHIP, 2, model_flops=1, flops=1, hbm_bytes=1, wire_bytes=1, dcn_bytes=7)
+        chip = dataclasses.replace(self.CHIP, devices=2, network_bandwidth=4.0, host_bandwidth=2.0)
+        one = estimate(chip, 2, model_flops=150, flops=150, hbm_bytes=5, wire_bytes=0, network_bytes=4, host_bytes=5)
+        assert (one.compute_seconds, one.network_seconds, one.host_seconds, one.seconds) == (3, 2, 5, 7)
+        with pytest.raises(ValueError, match=r"7.*network_bandwidth"):
+            estimate(self.CHIP, 2, model_flops=1, flops=1, hbm_bytes=1, wire_bytes=1, network_bytes=7)
 
     def test_recomputation_does_not_count_as_useful_work(self):
         once = estimate(self.CHIP, 1, model_flops=300, flops=300, hbm_bytes=0, wire_bytes=0)
@@ -331,7 +331,7 @@ class TestCommand:
             ((), "the first argument must be a recipe, got nothing"),
             (("number_words",), "--topology is missing"),
             (("number_word", "--topology", "v5e:1x1"), "Did you mean 'number_words'?"),
-            (("number_words", "--topology"), "--topology takes a TPU type and its chips along each axis"),
+            (("number_words", "--topology"), "--topology takes a TPU and its chips along each axis"),
             (("number_words", "--topology", "v5e:4"), "Did you mean 'v5e:4x4'?"),
             (("number_words", "--topology", "v5e:1x1", "--model.num-layer", "3"), "--model.num-layers"),
         ],
@@ -394,7 +394,7 @@ def test_prints_the_plan():
     assert "  a lower bound" in alone
     assert "bound" not in "\n".join(train_lines("x", topology, [], dataclasses.replace(plan, cost=known)))
     across = dataclasses.replace(plan.cost, collectives=[Collective("all-gather", 1, 2048, 1024, True)])
-    spent = dataclasses.replace(plan.estimate, dcn_seconds=0.25, host_seconds=0.5)
+    spent = dataclasses.replace(plan.estimate, network_seconds=0.25, host_seconds=0.5)
     host = {"state": 3 * 2**30, "results": 0, "activations": 2**30}
     more = dataclasses.replace(plan, cost=across, estimate=spent, host_memory=host)
     text_of_more = "\n".join(train_lines("x", topology, [], more))
@@ -480,10 +480,10 @@ class TestCompiler:
         slices = ("--topology", "2*v5e:2x2", "--parallel.dcn.data", "2", "--model.d-model", "512")
         code, plan = self.plan(capsys, *slices, "--parallel.fsdp", "4")
         assert (code, plan["mesh"]) == (0, "mesh: data 2 x fsdp 4 (data 2 across slices)")
-        across = [one for one in plan["cost"]["collectives"] if one["across_slices"]]
+        across = [one for one in plan["cost"]["collectives"] if one["over_network"]]
         assert {one["kind"] for one in across} == {"all-reduce"}
         assert across[0]["wire_bytes"] == pytest.approx(plan["num_parameters"], rel=0.01)  # 4 bytes, a quarter of them
-        assert plan["estimate"]["dcn_seconds"] == across[0]["wire_bytes"] / 3.125e9
+        assert plan["estimate"]["network_seconds"] == across[0]["wire_bytes"] / 3.125e9
 
     def test_offload_moves_the_state_and_activations_to_the_host(self, capsys):
         remat = ("--topology", "v5e:2x2", "--parallel.fsdp", "4", "--execution.remat")

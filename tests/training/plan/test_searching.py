@@ -17,7 +17,7 @@ from transformer.nn.models import count_parameters
 from transformer.training._flops import batch_rows
 from transformer.training._overrides import load_recipe_file, override
 from transformer.training._state import abstract_state
-from transformer.training.plan import Topology, parse_topology, ranked, search
+from transformer.training.plan import TpuTopology, parse_topology, ranked, search
 from transformer.training.plan import _search as searching
 from transformer.training.plan._search import candidates, meshes
 
@@ -42,16 +42,16 @@ class TestSearch:
         assert found == {(150, 8), (300, 24)}  # 75 tokens have no room for the 8 rows of a bucket
 
     def test_a_state_that_cannot_fit_is_not_compiled(self):
-        small = Topology(
+        small = TpuTopology(
             dataclasses.replace(CHIPS.chip, hbm=200_000 / 2**30), (2, 4)
         )  # the training state: 12 x 31,000 bytes
         found = candidates(TEXT, small, 8)
         assert found
         assert all(one.sizes["fsdp"] * one.sizes["tensor"] > 1 for one in found)
-        assert not candidates(TEXT, Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (2, 4)), 8)
+        assert not candidates(TEXT, TpuTopology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (2, 4)), 8)
 
     def test_candidates_that_may_fit_are_ordered_by_speed_then_by_changes(self):
-        small = Topology(dataclasses.replace(CHIPS.chip, hbm=500_000 / 2**30), (2, 4))
+        small = TpuTopology(dataclasses.replace(CHIPS.chip, hbm=500_000 / 2**30), (2, 4))
         found = candidates(TEXT, small, 8)
         fits = [one.needed_bytes <= 500_000 for one in found]
         assert 0 < sum(fits) < len(fits)
@@ -107,7 +107,7 @@ class TestSearch:
             ),
             (
                 TEXT,
-                Topology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
+                TpuTopology(dataclasses.replace(CHIPS.chip, hbm=1e-5), (1, 7)),
                 r"1e-05 GiB.*--topology",
             ),
         ],

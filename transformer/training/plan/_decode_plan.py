@@ -25,10 +25,12 @@ from transformer.training._flops import matrix_flops
 from transformer.training._memory import shard_bytes
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state
-from transformer.training.plan._hlo import Cost, Program
+from transformer.training.plan._compile import compile_program
+from transformer.training.plan._contract import Topology
+from transformer.training.plan._hlo import Cost
 from transformer.training.plan._hlo_text import Collective
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._topologies import Topology, compile_program
+from transformer.training.plan._train_plan import MORE
 from transformer.training.tasks._table import TASKS
 
 USUAL_ROWS = 8
@@ -108,6 +110,8 @@ class DecodePlan:
     """bytes of the KV cache, which are part of the temporaries"""
     token_bytes: int
     """bytes that a decoding step reads from and writes to the HBM; 0 without an estimate"""
+    launches: int
+    """number of kernels, copies and collectives that a decoding step starts; 0 without an estimate"""
     least_token_bytes: int
     """bytes that a decoding step must read at least: the parameters that it multiplies with, once and in the dtype of
     the computation, and the whole KV cache. With experts, all of them."""
@@ -153,7 +157,7 @@ def make_decode_plan(
     mesh = meshes.make_mesh(sizes, devices, recipe.parallel.dcn)
     lowered, params = _lowered(recipe, generation, mesh, paged)
     fit, text = compile_program(lowered, {"parameters": shard_bytes(params)}, topology)
-    costs, unavailable = (None, "") if not fit.fits else _costs(text, len(devices))
+    costs, unavailable = (None, "") if not fit.fits else _costs(text, topology, list(mesh.devices.flat))
     prefill = token = None
     if costs is not None:
         prefill = _estimate(topology, len(devices), costs[0], 0)
@@ -167,6 +171,7 @@ def make_decode_plan(
         num_parameters=count_parameters(params),
         cache_bytes=(cache := _cache_bytes(recipe, generation, mesh)),
         token_bytes=0 if costs is None else costs[1].hbm_bytes,
+        launches=0 if costs is None else costs[1].launches,
         least_token_bytes=_read_bytes(recipe, params) + cache,
         prefill=prefill,
         token=token,
@@ -245,17 +250,17 @@ def _slots(recipe: Recipe, generation: Generation) -> int:
     return generation.new + (1 if _pairs(recipe) else generation.prompt)
 
 
-def _costs(text: str | None, num_devices: int) -> tuple[tuple[Cost, Cost] | None, str]:
+def _costs(text: str | None, topology: Topology, devices: list[Any]) -> tuple[tuple[Cost, Cost] | None, str]:
     """Return the costs per device of the prefill and of one decoding step, or None and the reason."""
     if text is None:
         return None, "the compiler can't print this program"
-    program = Program(text)
+    program = topology.program(text, devices)
     loop = program.loop(LOOP)
     if loop is None:
         return None, "the compiled program has no recognizable loop over new tokens"
     # The prefill is the whole program without this loop; a decoding step is one iteration of the loop.
     costs = tuple(
-        program.cost(num_devices, begin=begin, without=loop if begin is None else None, at_most=True)
+        program.cost(len(devices), begin=begin, without=loop if begin is None else None, at_most=True)
         for begin in (None, loop)
     )
     if not all(cost.loops_bounded for cost in costs):
@@ -316,4 +321,4 @@ def _remedies(recipe: Recipe, generation: Generation, sizes: Mapping[str, int]) 
     if generation.rows > 1 and generation.rows // 2 % meshes.num_row_shards(sizes) == 0:
         fewer = dataclasses.replace(generation, rows=generation.rows // 2)
         found.append(f"--shape {fewer}: smaller batch")
-    return [*found, "another --topology with more chips, or chips with more memory"]
+    return [*found, MORE]

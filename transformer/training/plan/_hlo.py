@@ -18,17 +18,23 @@ from transformer.training.plan._hlo_text import (
     Array,
     Collective,
     Operation,
+    async_results,
     called,
     collective_bytes,
     parsed,
     sent_across_slices,
 )
 
-_EIGHT_BITS = {"int8_flops": re.compile(r"[su][48]\["), "fp8_flops": re.compile(r"f8\w+\[")}
+_FACTORS = {
+    "int8_flops": re.compile(r"[su][48]\["),
+    "fp8_flops": re.compile(r"f8\w+\["),
+    "float32_flops": re.compile(r"f32\["),
+}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _PAGED_KERNEL = "ragged_paged_attention_kernel"  # in the op_name, the library's name of the kernel
 _CALLEES = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)")
 _SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
+_CONTROL = ("call", "async-start", "conditional", "partition-id", "replica-id")  # no kernels of their own
 _VIEWS = ("bitcast", "copy", "reshape")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new values
@@ -48,7 +54,7 @@ class Cost:
     copied_bytes: int
     """the part of `hbm_bytes` for copies of whole arrays, for example into another layout"""
     collectives: list[Collective]
-    """collectives by kind, first those within slices"""
+    """collectives by kind, first those over fast links"""
     loops_known: bool
     """whether the number of iterations of every loop is known"""
     loops_bounded: bool
@@ -59,26 +65,30 @@ class Cost:
     """the part of `flops` whose factors are integers of at most 8 bits"""
     fp8_flops: int = 0
     """the part of `flops` whose factors are floating-point numbers of 8 bits"""
+    float32_flops: int = 0
+    """the part of `flops` whose factors are float32"""
+    launches: int = 0
+    """number of kernels, copies and collectives that the device starts"""
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that the device sends to others of its slice."""
-        return sum(one.wire_bytes for one in self.collectives if not one.across_slices)
+        """Bytes that the device sends over the links of its slice or host."""
+        return sum(one.wire_bytes for one in self.collectives if not one.over_network)
 
     @property
-    def dcn_bytes(self) -> int:
-        """Bytes that the device sends to other slices."""
-        return sum(one.wire_bytes for one in self.collectives if one.across_slices)
+    def network_bytes(self) -> int:
+        """Bytes that the device sends over the data-center network."""
+        return sum(one.wire_bytes for one in self.collectives if one.over_network)
 
     @property
     def parts(self) -> dict[str, int]:
         """Arguments of `estimate`: all but the FLOPs, and the traffic with the host."""
-        names = ("hbm_bytes", "wire_bytes", "dcn_bytes", "int8_flops", "fp8_flops")
+        names = ("hbm_bytes", "wire_bytes", "network_bytes", "int8_flops", "fp8_flops", "float32_flops")
         return {name: getattr(self, name) for name in names}
 
 
 class Program:
-    """A compiled program, parsed from its text.
+    """A compiled program, parsed from its text, with the conventions of the compilers for TPU and CPU.
 
     Raises:
         ValueError: the text has no ENTRY computation.
@@ -150,12 +160,13 @@ class Program:
         if (sent := self._collective(name, own, one, num_devices, fused)) is not None:
             kind, across, *sizes = sent
             total |= {(kind, across, number): size for number, size in zip(_NUMBERS, (1, *sizes), strict=True)}
-        kernel = self._grouped(name, one, expert_shards) or self._paged(name, one)
+        kernel = self._known_kernel(name, one, expert_shards)
         flops, kernel_bytes = kernel or (self._flops(name, one), None)
         total["flops"] = flops
-        if flops and (bits := self._eight_bits(name, one)) is not None:
-            total[bits] = flops
-        total["kernels"] = int(_KERNEL in one.rest and kernel is None and "ragged-dot-metadata" not in one.rest)
+        if flops and (factors := self._factors(name, one)) is not None:
+            total[factors] = flops
+        total["kernels"] = int(kernel is None and self._is_kernel(one))
+        total["launches"] = int(not fused and self._is_launch(one))
         # Inside a fusion, values stay in registers: only the fusion itself reads and writes memory.
         traffic = 0 if fused else self._traffic(name, own, one) if kernel_bytes is None else kernel_bytes
         total["hbm_bytes"] = traffic
@@ -165,7 +176,7 @@ class Program:
     def _collective(
         self, name: str, own: str, one: Operation, num_devices: int, fused: bool
     ) -> tuple[str, bool, int, int] | None:
-        """Return kind of a collective, whether it is across slices, bytes of its result, and bytes sent; None for
+        """Return kind of a collective, whether it uses the network, bytes of its result, and bytes sent; None for
         others.
         """
         kind = one.kind.removesuffix("-start")
@@ -233,26 +244,24 @@ class Program:
         if one.kind == "dot":  # each value of the result is a sum over the contracted axes
             axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
             return 2 * math.prod(result) * math.prod(left[int(axis)] for axis in filter(None, axes.split(",")))
-        inputs, kernel, outputs = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
-        window = re.search(r" window=\{([^}]*)\}", one.rest)
-        fields_given = dict(field.split("=") for field in window[1].split()) if window else {}
-        groups = math.prod(map(int, re.findall(r"(?:feature|batch)_group_count=(\d+)", one.rest)))
-        # batch x input features x output features x, for each spatial axis, the pairs of kernel and input positions
-        # that meet. Padding does not count. With groups, each output feature sees 1 / groups of the input features.
-        pairs = left[inputs.index("b")] * left[inputs.index("f")] * right[kernel.index("o")] // groups
-        for axis in range(sum(map(str.isdigit, kernel))):
-            usual = {"size": "1", "stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
-            fields = (
-                int(fields_given[f].split("x")[axis].split("_")[0]) if f in fields_given else int(usual[f][0])
-                for f in usual
-            )
-            pairs *= _meetings(left[inputs.index(str(axis))], result[outputs.index(str(axis))], *fields)
-        return 2 * pairs
+        return convolution_flops(one.rest, left, right, result)
 
-    def _eight_bits(self, name: str, one: Operation) -> str | None:
-        """Return the key in `_EIGHT_BITS` of the dtype of both factors of a multiplication; None: another dtype."""
+    def _factors(self, name: str, one: Operation) -> str | None:
+        """Return the key in `_FACTORS` of the dtype of both factors of a multiplication; None: another dtype."""
         types = [self._inside[name][operand].types for operand in one.operands[:2]]
-        return next((key for key, dtype in _EIGHT_BITS.items() if all(map(dtype.match, types))), None)
+        return next((key for key, dtype in _FACTORS.items() if all(map(dtype.match, types))), None)
+
+    def _is_kernel(self, one: Operation) -> bool:
+        """Return whether an operation is a custom kernel, whose FLOPs the text does not show."""
+        return _KERNEL in one.rest and "ragged-dot-metadata" not in one.rest
+
+    def _is_launch(self, one: Operation) -> bool:
+        """Return whether an operation outside of fusions starts a kernel or a copy."""
+        return one.kind not in (*_SILENT, *_CONTROL) and not one.kind.endswith(("-done", "-update"))
+
+    def _known_kernel(self, name: str, one: Operation, expert_shards: int) -> tuple[int, int] | None:
+        """Count the FLOPs and the bytes of a kernel that this class knows; None for other operations."""
+        return self._grouped(name, one, expert_shards) or self._paged(name, one)
 
     def _grouped(self, name: str, one: Operation, expert_shards: int) -> tuple[int, int] | None:
         """Count the FLOPs and the bytes of a kernel for grouped multiplications (`nn._grouped`); None for others.
@@ -317,7 +326,9 @@ class Program:
             return 0
         inside = self._inside[name]
         sources = [inside[operand] for operand in one.operands if operand in inside]
-        if kind == "fusion":
+        if kind in ("fusion", "fusion-start"):
+            if kind == "fusion-start":  # ((operands), results, context)
+                results = async_results(one.types)
             callee = called(one, "calls")
             read = sum(self._read(callee, index, source) for index, source in enumerate(sources))
             return read + self._written(callee, self._roots[callee], results)
@@ -412,7 +423,7 @@ def _as_cost(total: Counter, loops_known: bool, loops_bounded: bool) -> Cost:
     """Return the cost for the numbers that `Program.cost` adds up."""
     kinds = [(kind, across) for across in (False, True) for kind in COLLECTIVES]
     sent = {one: [total[*one, number] for number in _NUMBERS] for one in kinds}
-    names = "flops", "kernels", "hbm_bytes", "copied_bytes", "int8_flops", "fp8_flops"
+    names = "flops", "kernels", "hbm_bytes", "copied_bytes", "int8_flops", "fp8_flops", "float32_flops", "launches"
     return Cost(
         **{name: total[name] for name in names},
         collectives=[Collective(one[0], *sent[one], one[1]) for one in kinds if any(sent[one])],
@@ -435,6 +446,25 @@ def _turns_at_most(loop: Operation, expert_shards: int) -> int | None:
     counts = [array.shape[0] for array in loop.arrays if len(array.shape) == 3]
     blocks = {count for count in counts if counts.count(count) > 1}
     return -(-max(blocks) // expert_shards) if blocks else None
+
+
+def convolution_flops(rest: str, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
+    """Count the FLOPs of a convolution from its attributes, and the shapes of its input, kernel and result."""
+    inputs, kernel, outputs = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest).groups()
+    window = re.search(r" window=\{([^}]*)\}", rest)
+    fields_given = dict(field.split("=") for field in window[1].split()) if window else {}
+    groups = math.prod(map(int, re.findall(r"(?:feature|batch)_group_count=(\d+)", rest)))
+    # batch x input features x output features x, for each spatial axis, the pairs of kernel and input positions
+    # that meet. Padding does not count. With groups, each output feature sees 1 / groups of the input features.
+    pairs = left[inputs.index("b")] * left[inputs.index("f")] * right[kernel.index("o")] // groups
+    for axis in range(sum(map(str.isdigit, kernel))):
+        usual = {"size": "1", "stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
+        fields = (
+            int(fields_given[f].split("x")[axis].split("_")[0]) if f in fields_given else int(usual[f][0])
+            for f in usual
+        )
+        pairs *= _meetings(left[inputs.index(str(axis))], result[outputs.index(str(axis))], *fields)
+    return 2 * pairs
 
 
 def _in_hbm(one: Operation) -> bool:

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 HOST_SPACE = 5
 """memory space of the host in the text of TPU programs: S(5)"""
 
@@ -78,6 +80,14 @@ def arrays(types: str) -> list[Array]:
     return found
 
 
+def async_results(types: str) -> list[Array]:
+    """Parse the results in the type of an asynchronous operation, "((operands), results)" or "((operands), results,
+    u32[])", where the last one is the context of the operation.
+    """
+    results = types[types.index(")") + 1 :]
+    return arrays(results.removesuffix("u32[])") if results.count("[") > 1 else results)
+
+
 def parsed(hlo: str) -> tuple[dict[str, dict[str, Operation]], dict[str, str], str]:
     """Return computations (name -> operations by name), the root of each, and the name of the first; ValueError: no
     ENTRY.
@@ -127,7 +137,7 @@ communicates over the data-center network, and a `recv`"""
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a compiled program, per device, within slices or across slices."""
+    """All collectives of one kind in a compiled program, per device, over fast links or over the network."""
 
     kind: str
     count: int
@@ -135,17 +145,19 @@ class Collective:
     result_bytes: int
     """total bytes of their results"""
     wire_bytes: int
-    """bytes that the device sends, with ring algorithms"""
-    across_slices: bool = False
-    """whether they communicate between slices over the data-center network (DCN)"""
+    """bytes that the device sends, with ring algorithms; over the network, its share of what its host sends"""
+    over_network: bool = False
+    """whether they communicate over the data-center network: between slices of TPUs, or between hosts of GPUs"""
 
 
 def collective_bytes(one: Operation, kind: str, num_devices: int, result: Operation | None = None) -> tuple[int, int]:
     """Return the bytes of the result of a collective (None: `one`), and the bytes that a device sends."""
-    n = _group_size(one, num_devices)
+    n = 2 if kind == "collective-permute" else len(replica_groups(one, num_devices)[0])
     sizes = [array.size for array in (result or one).arrays]
     result_bytes = sum(sizes)
-    if one.kind == "all-gather-start":  # (operands, results)
+    if one.kind.endswith("-start") and one.types.startswith("(("):  # ((operands), results)
+        result_bytes = sum(array.size for array in async_results(one.types))
+    elif one.kind == "all-gather-start":  # (operand, result)
         result_bytes = result_bytes * n // (n + 1)
     if one.kind == "collective-permute-start":  # (operand, result, two integers)
         result_bytes = max(sizes)
@@ -178,17 +190,59 @@ def sent_across_slices(one: Operation) -> tuple[str, int, int] | None:
     return kind, result, round(factor * size)
 
 
-def _group_size(one: Operation, num_devices: int) -> int:
-    """Return the number of devices that take part in a collective together.
+def replica_groups(one: Operation, num_devices: int) -> list[list[int]]:
+    """Return the groups of devices that communicate in a collective, as indices into the devices of the program.
 
-    The compiler writes their groups as a list, {{0,1},{2,3}}, as a shape, [2,2]<=[4], or as axes of a mesh,
-    mesh['a'=4,'b'=16] {'b'}, where an axis may be only a part of 2 of the devices of its axis: {'b':(1)2}.
+    The compiler writes them as a list, {{0,1},{2,3}}, or as a shape, [2,4]<=[4,2]T(1,0): the numbers up to 8 in the
+    shape (4, 2), transposed, in two groups of 4. A third form has axes of a mesh, mesh['a'=4,'b'=16] {'b'}, where an
+    axis may be only a part of 2 of the devices of its axis, {'b':(1)2}: (1) is the product of the parts before it. For
+    a permutation, each pair of source and target is a group. Without groups all devices communicate.
     """
-    if groups := re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", one.rest):
-        return int(groups[1] or groups[2].count(",") + 1)
-    groups = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", one.rest)
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", one.rest):
+        return _lists(pairs[1])
+    if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", one.rest):
+        return _reordered(groups[3]).reshape(int(groups[1]), int(groups[2])).tolist()
+    if groups := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", one.rest):
+        return _lists(groups[1])
+    order = r"\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+"
+    groups = re.search(rf"replica_groups=@?mesh\[([^\]]*)\](?:, ?device_ids=\(({order})\))? *\{{([^}}]*)\}}", one.rest)
     if groups is None:
-        return num_devices
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", groups[1]))
-    axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", groups[2])
-    return math.prod(int(part or sizes[axis]) for axis, part in axes)
+        return [list(range(num_devices))]
+    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", groups[1])}
+    count, order = math.prod(sizes.values()), groups[2]
+    if order is None:
+        devices = np.arange(count)
+    elif order.startswith("["):
+        devices = _reordered(order)
+    else:
+        devices = np.array(order.split(","), int)
+    return _over_axes(devices, sizes, re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", groups[3]))
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [[int(number) for number in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _reordered(text: str) -> np.ndarray:
+    """Return the numbers of a shape such as "[4,2]T(1,0)": those up to 8 in the shape (4, 2), transposed."""
+    shape, order = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    sizes = [int(size) for size in shape.split(",")]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return (numbers if order is None else numbers.transpose([int(axis) for axis in order.split(",")])).reshape(-1)
+
+
+def _over_axes(devices: np.ndarray, sizes: dict[str, int], parts: list[tuple[str, str, str]]) -> list[list[int]]:
+    """Return the groups of the devices of a mesh that differ only along parts of axes: (axis, product before, size)."""
+    shape: list[int] = []
+    along: list[int] = []  # indices into `shape` of the parts
+    for axis, size in sizes.items():
+        own = sorted((int(before or 1), int(part or size)) for name, before, part in parts if name == axis)
+        done = 1
+        for before, part in own:
+            shape += [before // done, part]
+            along.append(len(shape) - 1)
+            done = before * part
+        shape.append(size // done)
+    rest = [index for index in range(len(shape)) if index not in along]
+    count = math.prod(shape[index] for index in along)
+    return devices.reshape(shape).transpose(rest + along).reshape(-1, count).tolist()

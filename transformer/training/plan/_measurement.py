@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,42 @@ from jaxtyping import PyTree
 from transformer.nn._axes import DType
 from transformer.training._chips import CHIPS, DEVICE_KINDS, Chip
 from transformer.training._flops import batch_shapes
+from transformer.training._gpus import GPU_DEVICE_KINDS, GPUS
 from transformer.training._memory import GIB, device_bytes
 from transformer.training._parallel import place
 from transformer.training._recipe import Recipe
-from transformer.training.plan._topologies import Topology
+from transformer.training.plan._contract import Topology
+from transformer.training.plan._gpu_topology import GpuTopology
+from transformer.training.plan._tpu_topology import TpuTopology
 
 MATRIX = 2048
 """width of the square matrices in the matrix multiplication that is timed"""
 COPIED = 2**26
 """number of float32 values that are read and written to measure the bandwidth"""
+
+
+@dataclass(frozen=True)
+class PresentDevices(Topology):
+    """Devices of this process without published figures."""
+
+    count: int
+    """number of devices"""
+
+    platform: ClassVar[str] = "cpu"
+
+    def __str__(self):
+        return f"{self.chip.name}:{self.count}"
+
+    @property
+    def num_chips(self) -> int:
+        return self.count
+
+    @property
+    def smallest(self) -> str:
+        return f"{self.chip.name}:1"
+
+    def devices(self) -> list[Any]:
+        return jax.local_devices()[: self.count]
 
 
 def present_topology(devices: list[Any]) -> tuple[Topology, str]:
@@ -37,26 +64,26 @@ def present_topology(devices: list[Any]) -> tuple[Topology, str]:
     if kind in DEVICE_KINDS:
         chip = CHIPS[DEVICE_KINDS[kind]]
         shape = (max(1, len(devices) // chip.devices),)
-        return Topology(chip, shape), f"published figures for {chip.name}"
+        return TpuTopology(chip, shape), f"published figures for {chip.name}"
+    if kind in GPU_DEVICE_KINDS:
+        gpu = GPUS[GPU_DEVICE_KINDS[kind]]
+        return GpuTopology(gpu, 1, len(devices)), f"published figures for {gpu.name}"
     dtype = jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16
     flops, bandwidth = _matrix_flops(devices, dtype), _copy_bandwidth(devices)
     chip = Chip(
         name="cpu" if devices[0].platform == "cpu" else kind.replace(" ", "-"),
         unit="device",
-        axes=1,
-        example="1",
-        pod=len(devices),
         flops=flops,
         hbm=device_bytes(devices) / GIB,
         hbm_bandwidth=bandwidth,
-        ici_bandwidth=bandwidth / 2,  # a byte sent is read from one memory and written to another
+        link_bandwidth=bandwidth / 2,  # a byte sent is read from one memory and written to another
         host_bandwidth=_host_bandwidth(devices),
     )
     source = (
         f"measured now, per device with {len(devices)} in use: {flops:.3g} FLOP/s in {jnp.dtype(dtype).name} matrix "
         f"multiplications, {bandwidth:.3g} bytes/s in a copy"
     )
-    return Topology(chip, (len(devices),)), source
+    return PresentDevices(chip, len(devices)), source
 
 
 def _matrix_flops(devices: list[Any], dtype: DType) -> float:

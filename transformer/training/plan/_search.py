@@ -32,8 +32,8 @@ from transformer.training._flops import batch_field, batch_rows, step_flops, ste
 from transformer.training._memory import GIB, logit_bytes
 from transformer.training._recipe import Recipe
 from transformer.training._state import TrainState, abstract_state, parameter_paths
+from transformer.training.plan._contract import Topology
 from transformer.training.plan._roofline import estimate
-from transformer.training.plan._topologies import Topology
 from transformer.training.plan._train_plan import Plan, make_plan
 from transformer.training.tasks._table import TASKS
 
@@ -76,7 +76,7 @@ def candidates(recipe: Recipe, topology: Topology, num_devices: int) -> list[Can
     batch, and those for which the parameters and the optimizer state alone exceed the memory of a device.
     """
     state, flops, found = abstract_state(recipe), step_flops(recipe), []
-    available = topology.hbm * GIB
+    available = topology.usable_bytes
     field, length = batch_field(recipe.data), getattr(recipe.data, "sequence_length", None)
     size, rows = getattr(recipe.data, field), batch_rows(recipe.data)
     batches = [dataclasses.replace(recipe.data, **{field: number}) for number in (size // 2, size, 2 * size) if number]
@@ -170,7 +170,7 @@ def _guessed(recipe: Recipe, before: Recipe, held: int, work: int, topology: Top
         wire_bytes=wire,
     )
     parts = recipe.training.accumulation  # only the activations of one micro-batch are in memory
-    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, "tpu")
+    needed = held + (layers * kept + inside) // parts + logit_bytes(recipe, own // parts, tensor, topology.platform)
     named = [axis for axis, size in sizes.items() if size > 1 or axis == "data" or before.parallel.sizes[axis] != 1]
     kind = "" if before.parallel.kind == "mesh" else "--parallel.kind mesh "
     mesh = kind + " ".join(f"--parallel.{axis} {getattr(recipe.parallel, axis)}" for axis in named)
@@ -214,11 +214,11 @@ def search(recipe: Recipe, topology: Topology, devices: list[Any], limit: int) -
 def _why_none(recipe: Recipe, topology: Topology, num_devices: int) -> str:
     """Return why no mesh of this number of devices is possible, and what to do."""
     state = abstract_state(recipe)
-    if all(_held(state, sizes) >= topology.hbm * GIB for sizes in meshes(recipe, num_devices)):
+    if all(_held(state, sizes) >= topology.usable_bytes for sizes in meshes(recipe, num_devices)):
         return (
-            f"the parameters and the optimizer state alone need more than the {topology.hbm:.4g} GiB of a "
-            f"{topology.unit}, however they are split. Pass another --topology with more chips, or chips with more "
-            "memory."
+            f"the parameters and the optimizer state alone need more than the {topology.usable_bytes / GIB:.4g} GiB "
+            f"of a {topology.unit}, however they are split. Pass another --topology with more chips, or chips with "
+            "more memory."
         )
     model, accumulation = recipe.model, recipe.training.accumulation
     field, rows = shared_rows(recipe.data)

@@ -26,12 +26,12 @@ from transformer.nn.quantization._int8 import GROUP_SIZE, quantized_shapes
 from transformer.training._flops import matrix_flops
 from transformer.training._recipe import Recipe, build_model
 from transformer.training._state import abstract_state, parameter_paths
-from transformer.training.plan._topologies import Topology
+from transformer.training.plan._contract import Topology
 
 USUAL_LENGTH = 2048
 """default number of tokens of a text, prompt and answer together"""
 USABLE = 0.9
-"""share of the HBM for weights and pages; the rest is for activations, logits and programs"""
+"""share of the usable memory for weights and pages; the rest is for activations, logits and programs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,8 @@ def make_serve_plan(recipe: Recipe, length: int, topology: Topology, bits: Liter
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, computed), shapes)
     params = params if bits is None else quantized_shapes(params, bits, GROUP_SIZE)
     weights = _bytes(params, sizes, recipe)
-    page = _page_bytes(decoding_model(model), sizes)
-    available = int(USABLE * topology.hbm * 2**30)
+    page = _page_bytes(decoding_model(model), sizes, topology.platform)
+    available = int(USABLE * topology.usable_bytes)
     pages = max(0, available - weights) // page
     each = -(-length // PAGE_SIZE)
     slots = pages // each
@@ -164,7 +164,7 @@ def _sizes(recipe: Recipe, topology: Topology, bits: int | None) -> dict[str, in
         raise ConfigError(
             f"a server shards a model over tensor and expert, whose sizes must multiply to the {devices} devices of "
             f"{topology}, got tensor {asked['tensor']} and expert {asked['expert']}. Pass --parallel.tensor "
-            f"{devices}, or a topology of one chip such as {topology.chip.name}:{'x'.join('1' * topology.chip.axes)}."
+            f"{devices}, or a topology of one chip such as {topology.smallest}."
         )
     sizes = mesh_sizes(asked, devices)
     check_model(recipe.model, sizes)
@@ -193,12 +193,12 @@ def _bytes(params: PyTree, sizes: Mapping[str, int], recipe: Recipe, texts: int 
     return total
 
 
-def _page_bytes(model: CausalLM, sizes: Mapping[str, int]) -> int:
-    """Return the bytes per device of one page in all layers, as a TPU stores it."""
+def _page_bytes(model: CausalLM, sizes: Mapping[str, int], platform: str) -> int:
+    """Return the bytes per device of one page in all layers, as a device of this platform stores it."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):  # heads are stored so that the mesh can split them
         one = {"rows": 1, "pages_per_row": 1, "num_pages": 1, "page_size": PAGE_SIZE}
-        cache = jax.eval_shape(lambda: paged_cache(model, **one, lanes=LANES["tpu"]))
+        cache = jax.eval_shape(lambda: paged_cache(model, **one, lanes=LANES.get(platform, 1)))
     pools = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim >= 4]
     split = [sizes["tensor"] if pool.shape[-2] % sizes["tensor"] == 0 else 1 for pool in pools]
     size = jnp.dtype(model.config.dtype).itemsize  # on a CPU, the cache of a 16-bit model has float32

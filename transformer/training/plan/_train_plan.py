@@ -18,11 +18,12 @@ from transformer.training._memory import remedies, shard_bytes, times_smaller
 from transformer.training._parallel import PLACEMENTS
 from transformer.training._recipe import Recipe
 from transformer.training._state import merged_params
-from transformer.training.plan._hlo import Cost, Program
+from transformer.training.plan._compile import compile_program
+from transformer.training.plan._contract import Topology
+from transformer.training.plan._hlo import Cost
 from transformer.training.plan._roofline import Estimate, estimate
-from transformer.training.plan._topologies import Topology, compile_program
 
-MORE = "another --topology with more chips, or chips with more memory"
+MORE = "another --topology with more devices, or devices with more memory"
 """remedy that always helps"""
 
 
@@ -74,6 +75,8 @@ class StepProgram:
     lowered: jax.stages.Lowered
     sizes: Mapping[str, int]
     """sizes of the mesh axes, whose product is the number of devices"""
+    devices: list[Any]
+    """the devices in the order of the mesh"""
     described: str
     """mesh axes larger than 1; "" on one device"""
     params: PyTree
@@ -95,7 +98,9 @@ def program(recipe: Recipe, devices: Sequence[Any], batch: Shapes) -> StepProgra
     }
     params = jax.eval_shape(lambda one: merged_params(recipe, one.params, one.base), state)
     lowered, described = placement.lower(batch), placement.describe()
-    return StepProgram(lowered=lowered, sizes=placement.sizes, described=described, params=params, held=held)
+    return StepProgram(
+        lowered=lowered, sizes=placement.sizes, devices=placement.devices, described=described, params=params, held=held
+    )
 
 
 def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
@@ -111,7 +116,9 @@ def make_plan(recipe: Recipe, topology: Topology, devices: list[Any]) -> Plan:
     flops, devices_used, cost = step_flops(recipe), math.prod(step.sizes.values()), None
     computed = expected = None
     if text is not None:
-        cost = Program(text).cost(devices_used, at_most=True, expert_shards=step.sizes.get("expert", 1))
+        cost = topology.program(text, step.devices).cost(
+            devices_used, at_most=True, expert_shards=step.sizes.get("expert", 1)
+        )
         # The text does not show what attention kernels compute, so assume the FLOPs of the model's attention (the full
         # attention matrix). A causal kernel skips about half of it, but recomputes about as much in the backward pass.
         own = cost.flops + (flops.attention // devices_used if cost.kernels else 0)
