@@ -55,6 +55,7 @@ test: lint
 	@$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # PyTorch is never installed into $(VENV). PIP_ARGS: additional pip options, such as the index of the CPU build of PyTorch.
+# pip installs PyTorch, because only pip reads the configuration that may name this index.
 PARITY_VENV ?= .venv-parity
 PARITY_PYTHON ?= $(PYTHON)
 parity: peers
@@ -65,7 +66,8 @@ peers:
 	@$(MAKE) --no-print-directory '$(PARITY_VENV)/parity' PARITY_VENV='$(PARITY_VENV)'
 
 $(PARITY_VENV)/parity: requirements/parity.txt $(PARITY_VENV)/installed
-	@'$(PARITY_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c requirements.txt -r requirements/parity.txt
+	@UV= PIP_ARGS='$(PIP_ARGS)' scripts/install '$(PARITY_VENV)/bin/python' -c requirements.txt "$$(grep '^torch==' requirements/parity.txt)"
+	@PIP_ARGS='$(PIP_ARGS)' scripts/install '$(PARITY_VENV)/bin/python' -c requirements.txt -r requirements/parity.txt
 	@touch '$@'
 
 # Broken links and references are errors. The build needs only the Python of $(VENV), because it imports no code.
@@ -77,7 +79,7 @@ docs: $(DOCS_VENV)/docs
 $(DOCS_VENV)/docs: requirements/docs.txt | setup
 	@rm -rf '$(DOCS_VENV)'
 	@$(IN_VENV) -m venv '$(DOCS_VENV)'
-	@'$(DOCS_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r requirements/docs.txt
+	@PIP_ARGS='$(PIP_ARGS)' scripts/install '$(DOCS_VENV)/bin/python' -r requirements/docs.txt
 	@touch '$@'
 
 KILLS ?= 50
@@ -108,7 +110,7 @@ audit: $(AUDIT_VENV)/audit
 $(AUDIT_VENV)/audit: requirements/audit.txt | setup
 	@rm -rf '$(AUDIT_VENV)'
 	@$(IN_VENV) -m venv '$(AUDIT_VENV)'
-	@'$(AUDIT_VENV)/bin/python' -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r requirements/audit.txt
+	@PIP_ARGS='$(PIP_ARGS)' scripts/install '$(AUDIT_VENV)/bin/python' -r requirements/audit.txt
 	@touch '$@'
 
 lint: setup

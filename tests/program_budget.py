@@ -18,6 +18,8 @@ LIMIT = 6
 """number of programs that a default test may compile without `@pytest.mark.programs`"""
 EVENT = "/jax/core/compile/backend_compile_duration"
 """JAX reports it once for each program that is compiled or read from the compilation cache"""
+NO_PLACES = "/program_budget.py", "/shape_checks.py"
+"""files whose functions surround every call, so that they are not the place of a program"""
 OTHER_BUDGETS = "slow", "gpu", "parity"
 """marks of tests without a budget"""
 
@@ -108,7 +110,7 @@ def _place() -> str:
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")
         for folder in ("/tests/", "/transformer/", "/benchmarks/", "/examples/"):
-            if folder in path and "site-packages" not in path and not path.endswith("/program_budget.py"):
+            if folder in path and "site-packages" not in path and not path.endswith(NO_PLACES):
                 place = f"{folder[1:]}{path.rpartition(folder)[2]}:{frame.f_lineno}"
                 if folder == "/tests/":
                     return place

@@ -42,6 +42,16 @@ def tasks(tmp_path_factory):
     return harness_parts.write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
+@pytest.fixture(scope="module")
+def manager(tasks):
+    """The index of all tasks. The harness reads 13,000 files for it, which takes 6 seconds."""
+    return pytest.importorskip("lm_eval.tasks").TaskManager(include_path=str(tasks))
+
+
+def reuse(manager, monkeypatch):
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path: manager)
+
+
 def requests(*arguments):
     return [SimpleNamespace(args=one) for one in arguments]
 
@@ -261,8 +271,7 @@ class TestCommand:
             run_command(["evaluate", "tasks", "nowhere", "a"])
 
     @pytest.mark.slow
-    def test_lists_the_tasks(self, opened, tasks, tmp_path, monkeypatch, capsys):
-        pytest.importorskip("lm_eval")
+    def test_lists_the_tasks(self, opened, tasks, manager, tmp_path, monkeypatch, capsys):
         offline(monkeypatch, tmp_path)
         directory = str(opened("bytes_with_start").directory)
         common = ["--include-dir", str(tasks), "--num-fewshot", "1", "--limit", "3"]
@@ -270,6 +279,7 @@ class TestCommand:
         values = json.loads(capsys.readouterr().out)
         assert set(values["results"]) == {"choices", "texts"}
         assert values["n-samples"]["choices"]["effective"] == 3
+        reuse(manager, monkeypatch)
         run_command(["evaluate", "tasks", directory, "choices", "texts", *common])
         (row,) = [line for line in capsys.readouterr().out.splitlines() if "bits_per_byte" in line]
         shown = [float(cell) for cell in row.split("|") if re.fullmatch(r"\s*\d+\.\d+\s*", cell)]
@@ -287,13 +297,13 @@ def offline(monkeypatch, folder):
 @pytest.mark.parity
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", harness_parts.MODELS)
-def test_equals_the_backend_for_transformers(name, chat, opened, tasks, tmp_path, monkeypatch):
+def test_equals_the_backend_for_transformers(name, chat, opened, tasks, manager, tmp_path, monkeypatch):
     """Every log-likelihood, greedy flag, generated text and measure equals that of the harness's own model."""
     backend = pytest.importorskip("lm_eval.models.huggingface")
     lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
 
     offline(monkeypatch, tmp_path)
+    reuse(manager, monkeypatch)
     one = opened(name)
     # Rendered conversations are longer than the context of 48 tokens: they are truncated on the left.
     options = {"num_fewshot": 1 if chat else 0, "apply_chat_template": chat}
@@ -301,7 +311,6 @@ def test_equals_the_backend_for_transformers(name, chat, opened, tasks, tmp_path
         harness_model(one), list(harness_parts.TASKS), include_path=str(tasks), log_samples=True, **options
     )
     reference = backend.HFLM(pretrained=str(one.directory), device="cpu", dtype="float32", batch_size=3)
-    manager = TaskManager(include_path=str(tasks))
     theirs = lm_eval.simple_evaluate(
         reference,
         tasks=list(harness_parts.TASKS),

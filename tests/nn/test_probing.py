@@ -60,7 +60,7 @@ def rejected(monkeypatch):
 @pytest.mark.parametrize("on", PLATFORMS)
 def test_auto_warns_once_and_chooses_a_kernel_that_compiles(on, rejected):
     name, kind, other = PLATFORMS[on]
-    with computing_on(on, kind), warnings.catch_warnings(record=True) as found:
+    with computing_on(on, kind), warnings.catch_warnings(record=True, action="always") as found:
         assert [choose("auto", request(length)) for length in (2048, 4096)] == [other, other]
     fused = [name, "flash"] if on == "gpu" else [name]
     for kernel, warning in zip(fused, found, strict=True):

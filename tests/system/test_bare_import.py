@@ -162,7 +162,6 @@ def test_hidden_packages_are_not_found(tmp_path):
 def test_installed_package_works_in_a_bare_environment(tmp_path):
     """A wheel of this project works in a new environment that contains nothing else. Needs network access."""
     python = str(tmp_path / "bare" / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
     # Build from a copy, because a build leaves files behind.
     source = tmp_path / "source"
@@ -170,7 +169,8 @@ def test_installed_package_works_in_a_bare_environment(tmp_path):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    subprocess.run([*pip, "-c", str(ROOT / "requirements.txt"), str(source)], check=True)
+    install = [str(ROOT / "scripts" / "install"), python, "-c", str(ROOT / "requirements.txt"), str(source)]
+    subprocess.run(install, check=True)
     # Exactly the dependencies in pyproject.toml are installed.
     code = "from importlib.metadata import distributions; print(*{d.name for d in distributions()})"
     installed = {canonicalize_name(name) for name in run(python, code, tmp_path).stdout.split()}

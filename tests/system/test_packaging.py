@@ -99,7 +99,10 @@ def test_an_accelerator_extends_the_same_jax(name, extra, needs, python):
     assert needs in chosen
 
 
-@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, "Makefile", ".ci/run", "scripts/setup", "scripts/pins"])
+SCRIPTS = ["Makefile", ".ci/run", "scripts/setup", "scripts/install", "scripts/pins"]
+
+
+@pytest.mark.parametrize("name", [*PINS, *OTHER_PINS, *SCRIPTS])
 def test_no_file_names_a_package_index(name):
     """No file names a package index, so that users can choose a mirror, a proxy or a folder of wheels."""
     assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host|pypi", (ROOT / name).read_text())
@@ -145,14 +148,16 @@ class Checkout:
         self.python.chmod(0o755)
         self.log.with_name("log.present").write_text("cpu\n")
         self.path.mkdir()
-        for name in ["Makefile", "scripts/setup", *PINS, "requirements/docs.txt"]:
+        for name in ["Makefile", "scripts/setup", "scripts/install", *PINS, "requirements/docs.txt"]:
             (self.path / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.path / name)
 
-    def make(self, *words: str, path: str | None = None, home: Path | None = None) -> subprocess.CompletedProcess:
-        """Run make as a user does, without the variables of a make that may be running this test."""
+    def make(
+        self, *words: str, path: str | None = None, home: Path | None = None, uv: str = ""
+    ) -> subprocess.CompletedProcess:
+        """Run make as a user does, without the variables of a make that may be running this test, and without uv."""
         ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "VENV", "PYTHON", "ACCELERATOR", "ARGS", "WORKDIR")
-        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        environment = {name: value for name, value in os.environ.items() if name not in ours} | {"UV": uv}
         if path is not None:
             environment["PATH"] = path
         if home is not None:
@@ -187,6 +192,29 @@ def test_setup_installs_once(checkout):
     assert checkout.done() == INSTALLATION
     second = checkout.make("setup")
     assert (second.returncode, second.stdout, checkout.done()) == (0, "", [])
+
+
+FAKE_UV = """#!/bin/sh
+echo "uv $*" >> '{log}'
+[ ! -e '{log}.no-uv' ]
+"""
+
+
+def test_uv_installs_if_it_can(checkout):
+    """If uv fails, pip installs, because it has a configuration of its own. PIP_ARGS are for pip."""
+    uv = checkout.python.with_name("uv")
+    uv.write_text(FAKE_UV.format(log=checkout.log))
+    uv.chmod(0o755)
+    by_uv = "uv pip install --python .venv/bin/python -r requirements.txt"
+    checkout.make("setup", uv=str(uv))
+    package = by_uv.replace("-r requirements.txt", "--no-deps --editable .")
+    assert checkout.done() == ["-m venv .venv", by_uv, package, DEVICES]
+    checkout.make("docs", "PIP_ARGS=--pre --no-cache", uv=str(uv))
+    assert "-m pip install --pre --no-cache -r requirements/docs.txt" in checkout.done()
+    shutil.rmtree(checkout.path / ".venv")
+    checkout.log.with_name("log.no-uv").touch()
+    assert checkout.make("setup", uv=str(uv)).returncode == 0
+    assert checkout.done() == ["-m venv .venv", by_uv, REQUIREMENTS, package, PACKAGE, DEVICES]
 
 
 def test_setup_follows_the_contents_of_the_requirements(checkout):
