@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from transformer.config._options import StackOptions
 from transformer.config._parts import Layer
+from transformer.nn._axes import DType
 from transformer.nn._parameter_axes import axes_of
 from transformer.nn._partitioning import has_mesh, platform
 from transformer.nn.models._causal_lm import CausalLM
@@ -49,7 +50,8 @@ def unstack_layers(model: CausalLM | Seq2Seq, tree: Mapping[str, Any]) -> dict[s
 def decoding_params(model: CausalLM | Seq2Seq, params: Params) -> Params:
     """Return the parameters for `unstacked_model`, in the layout that is fast for the few rows of a decoding step."""
     # On CPU, 8-bit kernels get one row per output, and 16-bit kernels that XLA would convert for each product become
-    # 32-bit ones (`nn/quantization/_transposed.py`).
+    # 32-bit ones (`nn/quantization/_transposed.py`). On GPU, 32-bit kernels become 16-bit ones if the model computes in
+    # 16 bits: XLA would convert them for each token.
     return {**params, **_decoding_parts(model, _read_by_steps(params))}
 
 
@@ -59,17 +61,30 @@ def copied_for_decoding(model: CausalLM | Seq2Seq, params: Params) -> tuple[Caus
 
 
 def _read_by_steps(params: Params) -> dict[str, Any]:
-    return {name: params[name] for name in ("decoder", "output") if name in params}
+    names = ("decoder", "output", *(["embedding"] if platform() == "gpu" else []))
+    return {name: params[name] for name in names if name in params}
 
 
 def _decoding_parts(model: CausalLM | Seq2Seq, parts: dict[str, Any]) -> dict[str, Any]:
     parts = {**parts, "decoder": unstack_layers(model, parts["decoder"])}
-    if platform() != "cpu" or has_mesh() or model.execution.quantization != "none":
+    if model.execution.quantization != "none":
+        return parts
+    if platform() == "gpu" and jnp.dtype(model.config.dtype).itemsize == 2:
+        narrow = functools.partial(_narrowed, jnp.dtype(model.config.dtype))
+        return {name: jax.tree_util.tree_map_with_path(functools.partial(narrow, name), parts[name]) for name in parts}
+    if platform() != "cpu" or has_mesh():
         return parts
     return {name: _kernels_for_cpu(part, name) for name, part in parts.items()}
 
 
 _copied_parts = jax.jit(_decoding_parts, static_argnums=0)
+
+
+def _narrowed(dtype: DType, name: str, path: tuple, leaf: Any) -> Any:
+    """Convert a float32 kernel or table of embeddings, which its module would convert before each product."""
+    axes = axes_of(f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", len(leaf.shape))
+    is_kernel = axes is not None and axes.int8 and leaf.dtype == jnp.float32
+    return leaf.astype(dtype) if is_kernel else leaf
 
 
 def _kernels_for_cpu(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
