@@ -222,9 +222,9 @@ def choose(implementation: str, spec: AttentionSpec) -> str:
 def portable(execution: Execution) -> Execution:
     """Return execution options that work on any device, with a KV cache and without a mesh.
 
-    Kernels with narrower support (splash, cudnn, ring, all_gather_kv) are replaced by "auto".
+    Kernels with narrower support (splash, cudnn, flash, ring, all_gather_kv and so on) are replaced by "auto".
     """
-    if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **SPLIT_KERNELS}:
+    if execution.attention not in {**TPU_KERNELS, **GPU_KERNELS, **DECODE_KERNELS, **SPLIT_KERNELS}:
         return execution
     return dataclasses.replace(execution, attention="auto")
 
