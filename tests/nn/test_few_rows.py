@@ -13,6 +13,7 @@ from transformer.nn._masks import Mask
 from transformer.nn.kernels import AttentionSpec, choose, flash_decode_attention, reference_attention
 from transformer.nn.kernels import _flash_decode as flash_decode
 from transformer.nn.kernels._contract import AttentionShapes
+from transformer.nn.quantization._int8 import quantized
 
 ROUNDING = 2**-8
 """relative error of a number that was rounded to bfloat16"""
@@ -42,6 +43,21 @@ def test_products_equal_those_in_float64(interpreted, rows, inputs, outputs):
     for got, kernel in zip(jax.jit(few_rows.products)(x, kernels), kernels, strict=True):
         assert got.dtype == jnp.bfloat16
         assert error(got, x.astype(np.float64) @ kernel.astype(np.float64)) < ROUNDING
+
+
+@pytest.mark.parametrize("sizes", [(128, 64), (100, 70)])
+def test_int8_kernels_are_read_as_integers(interpreted, sizes):
+    kernel = jax.jit(lambda array: quantized(array, (0,)))(normal(1, *sizes).astype(np.float32))
+    x = normal(0, 3, sizes[0])
+
+    def product(x):
+        y = kernel.product(x)
+        return y.astype(jnp.float32).sum(), y
+
+    (slope, got) = jax.jit(jax.grad(product, has_aux=True))(x)
+    wide = np.asarray(kernel.values, np.float64) * np.asarray(kernel.scale)
+    assert error(got, x.astype(np.float64) @ wide) < 2 * ROUNDING
+    assert error(slope, np.broadcast_to(wide.sum(1), x.shape)) < 2 * ROUNDING
 
 
 def test_gated_product_equals_that_in_float64(interpreted):

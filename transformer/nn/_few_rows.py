@@ -66,7 +66,10 @@ def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruc
 
 @jax.custom_jvp
 def products(x: Float[Array, "R Di"], kernels: tuple[Float[Array, "Di Do"], ...]) -> tuple[Float[Array, "R Do"], ...]:
-    """Compute x @ kernel for each of several matrices with equal inputs, in one launch; sums are in float32."""
+    """Compute x @ kernel for each of several matrices with equal inputs, in one launch; sums are in float32.
+
+    Matrices of int8 are converted to the dtype of x on the chip, so that half as many bytes are read.
+    """
     outputs = [kernel.shape[1] for kernel in kernels]
     blocks = [-(-size // BLOCK) for size in outputs]
     splits = _splits(x.shape[1], sum(blocks))
@@ -90,8 +93,12 @@ def products(x: Float[Array, "R Di"], kernels: tuple[Float[Array, "Di Do"], ...]
 @products.defjvp
 def _products_jvp(primals, tangents):
     (x, kernels), (dx, dkernels) = primals, tangents
-    slopes = [dx @ kernel + x @ d for kernel, d in zip(kernels, dkernels, strict=True)]
-    return products(x, kernels), tuple(slope.astype(x.dtype) for slope in slopes)
+
+    def slope(kernel, d):
+        by_x = dx @ kernel.astype(x.dtype)
+        return by_x if d.dtype == jax.dtypes.float0 else (by_x + x @ d).astype(x.dtype)  # integers have no derivative
+
+    return products(x, kernels), tuple(map(slope, kernels, dkernels))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -192,8 +199,9 @@ def _block(
     def weights(ref, at, inside):
         place = ref.at[pl.ds(at, BLOCK), pl.ds(start, BLOCK)]
         if inputs % BLOCK == 0 and columns % BLOCK == 0:  # loads without a mask are faster
-            return tl.load(place)
-        return tl.load(place, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+            return tl.load(place).astype(x_ref.dtype)
+        mask = inside[:, None] & (column < columns)[None, :]
+        return tl.load(place, mask=mask, other=0).astype(x_ref.dtype)
 
     zeros = (jnp.zeros((MAX_ROWS, BLOCK), jnp.float32),) * len(kernel_refs)
     out = combine(*jax.lax.fori_loop(0, -(-part // BLOCK), add, zeros))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, DType, Float, Leaf
 from transformer.nn._parameter_axes import axes_of, declared, end_of
 from transformer.nn.quantization._four_bits import FourBits, in_blocks, packed
@@ -66,8 +68,13 @@ class Int8:
         if quantization is not None and quantization.dtype == "int8":
             return integer_linear(x, self.values, self.scale, contract, quantization)
         scale = self.scale.reshape(self.shape[contract:]).astype(x.dtype)
-        # Exact: integers up to 256 have a bfloat16 representation.
-        y = linear(x, self.values.astype(x.dtype), contract=contract)
+        inputs, lead = math.prod(self.shape[:contract]), x.shape[: x.ndim - contract]
+        if few_rows.apply_to(x, math.prod(lead)):
+            (y,) = few_rows.products(x.reshape(-1, inputs), (self.values.reshape(inputs, -1),))
+            y = y.reshape(*lead, *self.shape[contract:])
+        else:
+            # Exact: integers up to 256 have a bfloat16 representation.
+            y = linear(x, self.values.astype(x.dtype), contract=contract)
         return y * scale.reshape((1,) * (y.ndim - scale.ndim) + scale.shape)
 
 
