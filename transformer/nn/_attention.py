@@ -421,7 +421,7 @@ class MultiHeadAttention(AttentionModule):
         own = context is None and stored is None and not isinstance(cache, ContextCache)
         return ("query", *KEY_VALUE) if own else ("query",)
 
-    def _project_heads(self, x: Hidden, names: Sequence[str], head_dim: int) -> dict[str, Float[Array, "B T _ _"]]:
+    def _project_heads(self, x: Hidden, names: Sequence[str], head_dim: int) -> dict[str, Float[Array, "B T ..."]]:
         """Project x (B, T, D) to the heads of queries (B, T, N, H), keys (B, T, K, H) and values (B, T, K, Hv)."""
         # With K < N (grouped-query attention) these kernels and the cache are smaller by N / K. K = 1: multi-query.
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads

@@ -186,7 +186,9 @@ class KVCache(SelfAttentionCache):
             length=self.length.at[*self.place, :].add(key.shape[1]),
         )
 
-    def _with_token(self, slots: Float[Array, "1 K S _"], new: Float[Array, "1 1 K _"]) -> Float[Array, "1 K S _"]:
+    def _with_token(
+        self, slots: Float[Array, "1 K S ..."], new: Float[Array, "1 1 K ..."]
+    ) -> Float[Array, "1 K S ..."]:
         """Return the slots of one row with its next token; without a free slot they stay as they are."""
         # A scatter of one token takes longer on a GPU than writing a slice, which is in place too.
         new, place = new.astype(slots.dtype).transpose(0, 2, 1, 3), (0, 0, self.length[0], 0)
