@@ -1,5 +1,7 @@
 """Options of other programs are answered with ours."""
 
+import dataclasses
+
 import pytest
 
 from tests.training_recipes import tiny_recipe
@@ -51,3 +53,13 @@ def test_every_suggested_option_exists():
 
 def test_an_unrelated_name_gets_no_suggestion():
     assert suggestion("--zzzzzzzz", _options(tiny_recipe())) == ""
+
+
+def test_an_option_that_turns_a_group_on_is_checked_together_with_the_others():
+    """LoRA excludes muon; the recipe's own optimizer must not count if another option replaces it."""
+    recipe = tiny_recipe()
+    muon = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, name="muon"))
+    changed = override(muon, ["--lora.rank", "4", "--optimizer.name", "adamw"], program="test")
+    assert (changed.lora.rank, changed.optimizer.name) == (4, "adamw")
+    with pytest.raises(ConfigError, match="muon"):
+        override(muon, ["--lora.rank", "4"], program="test")

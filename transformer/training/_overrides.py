@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import io
@@ -13,13 +14,14 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from transformer.config._checks import ConfigError, boxed_message, check_choice, nearest
 from transformer.config._local_paths import local_path
 from transformer.config._options import QKNorm
-from transformer.config._paths import get_path, set_paths
+from transformer.config._paths import get_path
 from transformer.config._positions import POSITIONS
 from transformer.config._recipe_files import bundled, find_recipe, recipe_files
 from transformer.data._pipeline import check_local_paths
@@ -165,11 +167,19 @@ def _with_groups(recipe: Recipe, arguments: list[str]) -> tuple[Recipe, list[str
                 raise ConfigError(
                     f"--{group} None turns {name} off, but --{group}.* options turn it on. Remove one of them."
                 )
-            recipe = set_paths(recipe, {field: None}, "recipe")
+            recipe = _unchecked(recipe, field, None)
             arguments = arguments[:place] + arguments[place + 2 :]
         elif options and get_path(recipe, field) is None:
-            recipe = set_paths(recipe, {field: kind()}, "recipe")
+            recipe = _unchecked(recipe, field, kind())
     return recipe, arguments
+
+
+def _unchecked(whole: Any, path: str, value: Any) -> Any:
+    """Return a copy of a dataclass with one field set, without its checks, which apply to the result of all options."""
+    name, _, rest = path.partition(".")
+    changed = copy.copy(whole)
+    object.__setattr__(changed, name, _unchecked(getattr(whole, name), rest, value) if rest else value)
+    return changed
 
 
 def fast(recipe: Recipe) -> Recipe:
