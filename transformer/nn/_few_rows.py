@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -221,6 +222,8 @@ def past_end(program: Array, size: int) -> Any:
 
 def launch(body: Callable[..., None], grid: tuple[int, ...], shapes: Any, *, warps: int = 4, stages: int) -> Any:
     """Return the function that runs `body` once for each index of the grid."""
+    # JAX says so at each compilation since 0.12. Users can't act on it; without the backend, XLA computes the same.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     options = {} if INTERPRET else {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
     return pallas().pallas_call(body, grid=grid, out_shape=shapes, interpret=INTERPRET, **options)
 
