@@ -32,8 +32,8 @@ def prepare(gpu: bool, environment: MutableMapping[str, str] = os.environ) -> No
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if "xla_gpu_autotune_level" not in environment.get("XLA_FLAGS", ""):
             # Measuring variants of each matrix multiplication takes most of the time of a small program's compilation,
-            # and can choose another variant in each process. Without it XLA would multiply small int8 matrices with
-            # Triton in tiles that are too small for int8, and wrong (jaxlib 0.11.2, H200): leave them to cuBLAS.
+            # and can choose another variant in each process. Without it, products of small int8 matrices were wrong
+            # (jaxlib 0.11.2, H200), probably in the Triton kernels that XLA then selects: leave them to cuBLAS.
             flags = " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
             environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + flags
         return
