@@ -275,7 +275,7 @@ def test_a_step_has_the_expected_matrix_multiplications(scan, copied, monkeypatc
     In a step, only scores and weighted values involve the source. On CPU layers are unrolled even if training scans
     them, unless they are large.
     """
-    monkeypatch.setattr("transformer.generate._layers.COPIED", copied)
+    monkeypatch.setattr("transformer.generate._layers.COPIED", {"cpu": copied})
     jax.clear_caches()  # earlier traces used another limit
     config = TRANSLATION.replace(position=SinusoidalOptions())
     model = Seq2Seq(config, Execution(scan=scan))

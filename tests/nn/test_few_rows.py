@@ -1,5 +1,7 @@
 """Kernels for the few rows of a decoding step on a GPU, compared with float64; elsewhere in Pallas' interpreter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from transformer import CausalLM
 from transformer.config import FeedForwardOptions, NormOptions, ParameterOptions, RotaryOptions, TransformerConfig
 from transformer.generate import Sampling, generate
 from transformer.nn import _few_rows as few_rows
+from transformer.nn._caches import KVCache, with_shared_places
 from transformer.nn._masks import Mask
 from transformer.nn.kernels import AttentionSpec, choose, flash_decode_attention, reference_attention
 from transformer.nn.kernels import _flash_decode as flash_decode
@@ -199,6 +202,13 @@ def test_generated_tokens_do_not_depend_on_shared_places():
     for row, prompt in enumerate(prompts):
         alone = generate(model, params, [prompt], max_new_tokens=4, sampling=Sampling(temperature=0.0))
         assert alone[0] == together[row]
+
+
+def test_positions_are_shared_from_a_layer_that_has_keys():
+    counting, own = (KVCache.create(2, 8, heads, 4, 4, jnp.float32) for heads in (0, 1))
+    own = dataclasses.replace(own, positions=np.arange(16).reshape(2, 8), length=np.array([3, 5]))
+    shared = with_shared_places({"a": counting, "b": own, "c": own})
+    assert all(node.positions is own.positions and node.length is own.length for node in shared.values())
 
 
 @pytest.mark.cpu_only("replaces the platform")

@@ -330,7 +330,8 @@ def with_shared_places(cache: PyTree) -> PyTree:
     They are equal in all layers. In a loop over tokens, XLA then keeps one of each, and computes what depends on them
     once per token instead of once per layer.
     """
-    nodes = [node for node in _nodes(cache) if isinstance(node, KVCache) and node.layer is None]
+    # A layer without own keys only counts tokens, and stores no positions.
+    nodes = [node for node in _nodes(cache) if isinstance(node, KVCache) and node.layer is None and node.key.size]
     first = nodes[0] if nodes else None
 
     def shared(node):
