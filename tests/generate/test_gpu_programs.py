@@ -1,13 +1,13 @@
 """Decoding steps and attention as the GPU compiler compiles them, for an H100 that is not there."""
 
 import functools
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_compiler import GPU_COMPILER
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer import CausalLM
@@ -64,12 +64,8 @@ def test_a_gpu_decodes_with_kernels_in_the_dtype_of_the_computation(monkeypatch,
     assert layer["attention_norm"]["scale"].dtype == jnp.float32
 
 
-@pytest.mark.slow
 class TestGpuCompiler:
-    @pytest.fixture(autouse=True)
-    def compiler(self):
-        if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-            pytest.skip(f'no GPU compiler: pip install "jax[cuda13]=={jax.__version__}"')
+    pytestmark = GPU_COMPILER
 
     @pytest.mark.parametrize("rows", [1, 8])
     def test_a_layer_of_a_decoding_step_has_at_most_twelve_kernels(self, rows):

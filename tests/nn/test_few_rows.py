@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_formulas(interpreted):
     for ours, theirs in zip(
         got(x, kernel, other, scale), gradients(of_formulas, normalized)(x, kernel, other, scale), strict=True
     ):
-        assert error(ours, theirs) < 4 * ROUNDING
+        assert error(ours, theirs) < 4 * ROUNDING  # each side rounds the norm, its product and the gradient
 
 
 CALLS = {
@@ -190,7 +190,7 @@ def test_generation_with_the_kernels_gives_the_same_logits(monkeypatch):
     monkeypatch.setattr(few_rows, "launch", lambda *a, **k: launched.append(a) or original(*a, **k))
     got, _ = jax.jit(lambda *arrays: step(*arrays))(params, tokens, cache)
     assert launched
-    assert error(got, expected) < 4 * ROUNDING
+    assert error(got, expected) < 4 * ROUNDING  # two layers, each of which rounds its residual
 
 
 def test_generated_tokens_do_not_depend_on_shared_places():

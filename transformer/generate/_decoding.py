@@ -81,7 +81,7 @@ def decode_step(
     """Read one more token per row, (B,), and return the logits (B, V) after it, and the cache with it."""
     # Only the lengths of the source are used: its keys and values are in the cache.
     logits, cache = decode_hypotheses(model, params, tokens[:, None], with_shared_places(cache), source)
-    return logits[:, 0], with_shared_places(cache)
+    return logits[:, 0], cache
 
 
 def decode_hypotheses(

@@ -32,7 +32,8 @@ COPIED = {"cpu": 2**31, "gpu": 2**32}
 def uses_unstacked_layers(model: CausalLM | Seq2Seq, params: Params) -> bool:
     """Return whether the loop over tokens uses separate parameter arrays for each layer."""
     # For this the decoder's parameters are copied once. It is the case if `execution.scan` is off, and on CPU and GPU
-    # if the parameters are at most `COPIED` bytes: there it saves a third of the time per token (docs/benchmarks.md).
+    # if the parameters are at most `COPIED` bytes. On CPU it saves a third of the time per token (docs/benchmarks.md);
+    # on GPU the compiler would copy each layer out of the stack at every token (docs/scaling.md).
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["decoder"]))
     return not model.execution.scan or size <= COPIED.get(platform(), 0)
 

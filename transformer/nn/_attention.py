@@ -43,7 +43,6 @@ from transformer.nn.layers._layers import (
     Factors,
     Initializer,
     Linear,
-    deferred,
     defers,
     is_deterministic,
     projection,
@@ -429,8 +428,8 @@ class MultiHeadAttention(AttentionModule):
         sizes = {"query": (self.num_heads, head_dim), "key": (kv_heads, head_dim), "value": (kv_heads, value_dim)}
         chosen = [name for name in names if not (name == "value" and self.keys_as_values)]
         if len(chosen) > 1 and defers(self, x):
-            products = Factors.products([self._factors(name, x, sizes[name]) for name in chosen])
-            return dict(zip(chosen, products, strict=True))
+            factors = [self._projection(name, sizes[name])(x, defer=True) for name in chosen]
+            return dict(zip(chosen, Factors.products(factors), strict=True))
         return {name: self._project(name, x, sizes[name]) for name in chosen}
 
     def _keys_and_values(self, heads: Mapping[str, Array]) -> tuple[Key, Value]:
@@ -460,9 +459,6 @@ class MultiHeadAttention(AttentionModule):
 
     def _project(self, name: str, x: Array, features: tuple[int, ...], contract: int = 1) -> Array:
         return self._projection(name, features, contract)(x)
-
-    def _factors(self, name: str, x: Array, features: tuple[int, ...]) -> Factors:
-        return self._projection(name, features)(x, deferred)
 
     def _projection(self, name: str, features: tuple[int, ...], contract: int = 1) -> Linear:
         # contract is 1 for (..., D) x (D, N, H), and 2 for (..., N, Hv) x (N, Hv, Do).

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +130,7 @@ def rms_norm(
 ) -> Float[Array, "R D"]:
     """Compute (shift + scale) x / sqrt(mean(x^2) + epsilon) of each row in one launch, in float32."""
     width = x.shape[1]
-    padded = 1 << (width - 1).bit_length()
+    padded = tile_size(width)
 
     def body(x_ref, scale_ref, out_ref):
         pl, tl = pallas(), triton()
@@ -195,7 +194,7 @@ def _block(
         inside = (at + index) < inputs
         place = x_ref.at[past_end(split, MAX_ROWS), pl.ds(at, BLOCK)]
         tile = tl.load(place, mask=(row < rows) & inside[None, :], other=0.0)
-        return tuple(total + _dot(tile, weights(ref, at, inside)) for total, ref in zip(sums, kernel_refs, strict=True))
+        return tuple(total + dot(tile, weights(ref, at, inside)) for total, ref in zip(sums, kernel_refs, strict=True))
 
     def weights(ref, at, inside):
         place = ref.at[pl.ds(at, BLOCK), pl.ds(start, BLOCK)]
@@ -210,8 +209,14 @@ def _block(
     tl.store(place, out.astype(out_ref.dtype), mask=(row < rows) & (column < columns)[None, :])
 
 
-def _dot(x: Array, y: Array) -> Array:
-    return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+def dot(x: Array, y: Array, axes: tuple[int, int] = (1, 0)) -> Array:
+    """Multiply two tiles of a kernel, summed over the given axis of each, in float32."""
+    return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def tile_size(size: int) -> int:
+    """Return the size of a tile for `size` elements: a power of two, at least 16, as Triton's products need."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def past_end(program: Array, size: int) -> Any:
@@ -222,8 +227,6 @@ def past_end(program: Array, size: int) -> Any:
 
 def launch(body: Callable[..., None], grid: tuple[int, ...], shapes: Any, *, warps: int = 4, stages: int) -> Any:
     """Return the function that runs `body` once for each index of the grid."""
-    # JAX says so at each compilation since 0.12. Users can't act on it; without the backend, XLA computes the same.
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     options = {} if INTERPRET else {"compiler_params": triton().CompilerParams(num_warps=warps, num_stages=stages)}
     return pallas().pallas_call(body, grid=grid, out_shape=shapes, interpret=INTERPRET, **options)
 

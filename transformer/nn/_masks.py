@@ -222,13 +222,7 @@ class Mask:
         else:
             rows, columns = self.query_places[:, None, queries, None], self.key_places[:, None, None, keys]
         # Every part below broadcasts to (b, n, t, s); `rows` are query positions, `columns` key positions.
-        allowed = jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool)
-        if self.is_causal:  # j <= i
-            allowed = allowed & (rows >= columns)
-        if self.window_size is not None:  # |i - j| < w
-            allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
-        if self.chunk_size is not None:  # floor(i / c) = floor(j / c)
-            allowed = allowed & (rows // self.chunk_size == columns // self.chunk_size)
+        allowed = self.by_position(rows, columns, jnp.ones((1, 1, queries.shape[0], keys.shape[0]), bool))
         if self.query_groups is not None:  # group(i) = group(j) >= 0
             allowed = allowed | self._same_group(queries, keys)
         if self.key_lengths is not None:  # j < n_b: padding is defined by slot, not by position
@@ -238,6 +232,19 @@ class Mask:
             allowed = allowed & (ours[:, None, :, None] == theirs[:, None, None, :])
         if self.dense_part is not None:
             allowed = allowed & self._dense_block(queries, keys)
+        return allowed
+
+    def by_position(self, rows: Array, columns: Array, allowed: Array) -> Array:
+        """Return `allowed` without the pairs that causality, window or chunks hide, for positions of queries and keys.
+
+        The three arrays broadcast to one another. A `Mask` without arrays has only these rules; kernels call this too.
+        """
+        if self.is_causal:  # j <= i
+            allowed = allowed & (rows >= columns)
+        if self.window_size is not None:  # |i - j| < w
+            allowed = allowed & (jnp.abs(rows - columns) < self.window_size)
+        if self.chunk_size is not None:  # floor(i / c) = floor(j / c)
+            allowed = allowed & (rows // self.chunk_size == columns // self.chunk_size)
         return allowed
 
     def dense(self, num_queries: int, num_keys: int) -> Bool[Array, "b n T S"]:

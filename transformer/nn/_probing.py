@@ -50,6 +50,13 @@ def tpu_compiler_refusal(example: Example, dtype: DType) -> str | None:
     )
 
 
+def gpu_compiler_refusal(example: Example, dtype: DType, *, uses: str = "this GPU") -> str | None:
+    """Return why the GPU compiler rejects an example; None: it doesn't, or no GPU. The text follows "can't"."""
+    if platform() != "gpu" or (error := compiler_error(example, dtype, "gpu")) is None:
+        return None
+    return f"be compiled for {uses} ({error})"
+
+
 def tpu_dtype_refusal(dtype: DType) -> str | None:
     """Return why kernels for TPUs can't compute in a data type on the current device; None if they can."""
     if dtype not in (jnp.float32, jnp.bfloat16):

@@ -5,8 +5,8 @@ import importlib.util
 import json
 import re
 
-import jax
 import pytest
+from gpu_compiler import GPU_COMPILER
 from plan_recipes import TEXT
 
 from transformer.__main__ import main
@@ -372,12 +372,8 @@ TINY = ("--model.num-layers", "2", "--model.d-model", "128", "--data.batch-size"
 TINY += ("--execution.scan", "True")  # compiles faster
 
 
-@pytest.mark.slow
 class TestGpuCompiler:
-    @pytest.fixture(autouse=True)
-    def compiler(self):
-        if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-            pytest.skip(f'no GPU compiler: pip install "jax[cuda13]=={jax.__version__}"')
+    pytestmark = GPU_COMPILER
 
     def plan(self, capsys, *words, kind="train"):
         code = main(["plan", kind, "shakespeare_cpu", *TINY, *words, "--json"])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from transformer.nn._axes import Attended, DType, Key, Query, Value
 from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
-from transformer.nn._probing import compiler_error
+from transformer.nn._probing import gpu_compiler_refusal
 from transformer.nn.kernels._contract import AttentionSpec, attention_example
 
 HEAD_SIZE = 128
@@ -56,9 +56,7 @@ def cudnn_limits(spec: AttentionSpec) -> str | None:
 
 def cudnn_compiler_refusal(spec: AttentionSpec) -> str | None:
     """Return why it does not compile for this GPU and cuDNN (a Tesla T4 has no such kernel); None if it does."""
-    if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
-        return None
-    return f"be compiled for this GPU and the installed cuDNN ({error})"
+    return gpu_compiler_refusal(_example, spec.shapes.dtype, uses="this GPU and the installed cuDNN")
 
 
 def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:

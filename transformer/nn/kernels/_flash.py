@@ -21,7 +21,7 @@ from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, Attended, DType, Key, Leaf, Query, Value, static
 from transformer.nn._masks import Mask
 from transformer.nn._partitioning import num_shards, platform, shard_map, unmapped_reason
-from transformer.nn._probing import compiler_error
+from transformer.nn._probing import gpu_compiler_refusal
 from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec, attention_example
 
 BLOCK = 64
@@ -44,12 +44,14 @@ REASONS = {
 
 def flash_limits(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not support a call; None if it does."""
+    return triton_limits(spec) or unmapped_reason()
+
+
+def triton_limits(spec: AttentionSpec) -> str | None:
+    """Return why no attention kernel in Triton supports the sizes, dtype or device of a call; None if one does."""
     shapes = spec.shapes
-    if platform() != "gpu" and not few_rows.INTERPRET:
-        return f"run on {platform()}: it is for NVIDIA GPUs"
-    if (refusal := unmapped_reason()) is not None:
-        return refusal
     refused = {
+        f"run on {platform()}: it is for NVIDIA GPUs": platform() != "gpu" and not few_rows.INTERPRET,
         "handle a symbolic length": shapes.is_symbolic,
         f"use a head size above {LARGEST_HEAD}": max(shapes.head_dim, shapes.value_dim) > LARGEST_HEAD,
         f"compute in {jnp.dtype(shapes.dtype)}: it supports bfloat16 and float16": shapes.dtype
@@ -60,9 +62,7 @@ def flash_limits(spec: AttentionSpec) -> str | None:
 
 def flash_compiler_refusal(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not compile for this GPU; None if it does."""
-    if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
-        return None
-    return f"be compiled for this GPU ({error})"
+    return gpu_compiler_refusal(_example, spec.shapes.dtype)
 
 
 def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
@@ -84,12 +84,9 @@ class Shown:
     """(B, S); (B, 1) if there are no segments"""
     sinks: Leaf
     """(N,), logits of the sinks, `NO_WEIGHT` without sinks"""
-    is_causal: bool = static()
-    window: int | None = static()
-    chunk: int | None = static()
+    rules: AttentionSpec = dataclasses.field(metadata={"static": True})
+    """scale and softcap, and the `Mask` with causality, window and chunks, without arrays"""
     has_segments: bool = static()
-    scale: float = static()
-    softcap: float | None = static()
 
     @staticmethod
     def of(spec: AttentionSpec, rows: int, num_keys: int, num_heads: int) -> Shown:
@@ -110,34 +107,18 @@ class Shown:
             query_segments=of_tokens(mask.query_segments),
             key_segments=of_tokens(mask.key_segments),
             sinks=spec.sink_logits(num_heads),
-            is_causal=mask.is_causal,
-            window=mask.window_size,
-            chunk=mask.chunk_size,
+            rules=AttentionSpec(
+                mask=Mask(is_causal=mask.is_causal, window_size=mask.window_size, chunk_size=mask.chunk_size),
+                scale=spec.scale,
+                softcap=spec.softcap,
+            ),
             has_segments=segments,
-            scale=spec.scale,
-            softcap=spec.softcap,
         )
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """The arrays that kernels read: offsets, lengths, segments of queries and of keys."""
         return self.offset, self.lengths, self.query_segments, self.key_segments
-
-    def pairs(self, rows: Array, columns: Array) -> Array:
-        """Return whether positions of queries (..., 1) may attend to positions of keys (1, ...), without segments."""
-        shown = columns >= 0
-        if self.is_causal:
-            shown = shown & (rows >= columns)
-        if self.window is not None:
-            shown = shown & (rows - columns < self.window) & (columns - rows < self.window)
-        if self.chunk is not None:
-            shown = shown & (rows // self.chunk == columns // self.chunk)
-        return shown
-
-    def capped(self, products: Array) -> Array:
-        """Return the scores of the products of queries and keys."""
-        scores = products * self.scale
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def blocks(self, num_queries: int, num_keys: int) -> Array:
         """Return which pairs of blocks (B, blocks of queries, blocks of keys) may contain a visible pair."""
@@ -153,12 +134,13 @@ class Shown:
         shown = jnp.broadcast_to(
             start < self.lengths[:, None, None], (len(self.offset), first.shape[1], start.shape[2])
         )
-        if self.is_causal:
+        window, chunk = self.rules.mask.window_size, self.rules.mask.chunk_size
+        if self.rules.mask.is_causal:
             shown = shown & (last >= start)
-        if self.window is not None:
-            shown = shown & (first - end < self.window) & (start - last < self.window)
-        if self.chunk is not None:
-            shown = shown & (first // self.chunk <= end // self.chunk) & (start // self.chunk <= last // self.chunk)
+        if window is not None:
+            shown = shown & (first - end < window) & (start - last < window)
+        if chunk is not None:
+            shown = shown & (first // chunk <= end // chunk) & (start // chunk <= last // chunk)
         if self.has_segments:
             (low, high), (least, most) = spans(self.query_segments, num_queries), spans(self.key_segments, num_keys)
             shown = shown & (low[:, :, None] <= most[:, None, :]) & (least[:, None, :] <= high[:, :, None])
@@ -231,16 +213,16 @@ def _forward(query: Array, key: Array, value: Array, shown: Shown) -> tuple[Arra
 
         def add(step, state):
             top, total, out = state
-            products = tile.dot(queries, tile.load(k_ref, (row, head // group), step, "key"), (1, 1))
+            products = few_rows.dot(queries, tile.load(k_ref, (row, head // group), step, "key"), (1, 1))
             seen = visible(step)
-            scores = jnp.where(seen, shown.capped(products), NO_WEIGHT)
+            scores = jnp.where(seen, shown.rules.capped(products), NO_WEIGHT)
             larger = jnp.maximum(top, scores.max(1))
             # With a larger maximum, earlier exponentials shrink by exp(top - larger): the online softmax (Milakov &
             # Gimelshein 2018, arXiv 1805.02867).
             weights = jnp.where(seen, jnp.exp(scores - larger[:, None]), 0.0)
             shrink = jnp.exp(top - larger)
             values = tile.load(v_ref, (row, head // group), step, "value")
-            new = tile.dot(weights.astype(values.dtype), values, (1, 0))
+            new = few_rows.dot(weights.astype(values.dtype), values, (1, 0))
             return larger, total * shrink + weights.sum(1), out * shrink[:, None] + new
 
         empty = jnp.full(BLOCK, NO_WEIGHT), jnp.zeros(BLOCK), jnp.zeros((BLOCK, tile.value_width))
@@ -280,11 +262,11 @@ def _by_query(query, key, value, gradient, log_sums, inner, shown):
             keys = tile.load(k_ref, (row, head // group), step, "key")
             values = tile.load(v_ref, (row, head // group), step, "value")
             slopes = tile.slopes(queries, keys, values, gradients, logs, inners, visible(step))[1]
-            return total + tile.dot(slopes.astype(keys.dtype), keys, (1, 0))
+            return total + few_rows.dot(slopes.astype(keys.dtype), keys, (1, 0))
 
         zero = jnp.zeros((BLOCK, tile.width))
         total = jax.lax.fori_loop(first_ref[row, block], last_ref[row, block], add, zero)
-        tile.store(out_ref, (row, head), block, "query", total * shown.scale)
+        tile.store(out_ref, (row, head), block, "query", total * shown.rules.scale)
 
     shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
     grid = -(-num_queries // BLOCK), num_heads, rows
@@ -312,12 +294,12 @@ def _by_key_value(query, key, value, gradient, log_sums, inner, shown):
             queries, gradients = (tile.load(r, (row, head), place, n) for r, n in ((q_ref, "query"), (g_ref, "out")))
             logs, inners = (tile.load_row(ref, (row, head), place) for ref in (log_ref, inner_ref))
             weights, slopes = tile.slopes(queries, keys, values, gradients, logs, inners, visible(place))
-            by_value = by_value + tile.dot(weights.astype(values.dtype), gradients, (0, 0))
-            return by_key + tile.dot(slopes.astype(keys.dtype), queries, (0, 0)), by_value
+            by_value = by_value + few_rows.dot(weights.astype(values.dtype), gradients, (0, 0))
+            return by_key + few_rows.dot(slopes.astype(keys.dtype), queries, (0, 0)), by_value
 
         zeros = jnp.zeros((BLOCK, tile.width)), jnp.zeros((BLOCK, tile.value_width))
         by_key, by_value = jax.lax.fori_loop(0, group * jnp.maximum(stop - start, 0), add, zeros)
-        tile.store(key_out, (row, kv_head), block, "key", by_key * shown.scale)
+        tile.store(key_out, (row, kv_head), block, "key", by_key * shown.rules.scale)
         tile.store(value_out, (row, kv_head), block, "value", by_value)
 
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
@@ -339,12 +321,12 @@ class Tiles:
     @property
     def width(self) -> int:
         """Head size, rounded up to a power of two, at least 16: sizes of the blocks that Triton multiplies."""
-        return max(16, 1 << (self.head_dim - 1).bit_length())
+        return few_rows.tile_size(self.head_dim)
 
     @property
     def value_width(self) -> int:
         """Size of a value, rounded up in the same way."""
-        return max(16, 1 << (self.value_dim - 1).bit_length())
+        return few_rows.tile_size(self.value_dim)
 
     def _place(self, kind: str, block: Array) -> tuple[Any, Any, Array]:
         """Return the slices of tokens and features of a block, and which entries exist, (64, features)."""
@@ -380,19 +362,15 @@ class Tiles:
         inside = (block * BLOCK + jnp.arange(BLOCK)) < self.num_queries
         few_rows.triton().store(ref.at[*of, few_rows.pallas().ds(block * BLOCK, BLOCK)], values, mask=inside)
 
-    def dot(self, a: Array, b: Array, axes: tuple[int, int]) -> Array:
-        """Multiply two blocks, summed over the given axis of each, in float32."""
-        return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
-
     def slopes(
         self, queries: Array, keys: Array, values: Array, gradients: Array, logs: Array, inners: Array, seen: Array
     ) -> tuple[Array, Array]:
         """Return weights P, and derivatives of the loss by the unscaled products of queries and keys, both (64, 64)."""
-        scores = self.shown.capped(self.dot(queries, keys, (1, 1)))
+        scores = self.shown.rules.capped(few_rows.dot(queries, keys, (1, 1)))
         weights = jnp.where(seen, jnp.exp(scores - logs[:, None]), 0.0)
-        slopes = weights * (self.dot(gradients, values, (1, 1)) - inners[:, None])
-        if self.shown.softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh^2(x / c)
-            slopes = slopes * (1.0 - jnp.square(scores / self.shown.softcap))
+        slopes = weights * (few_rows.dot(gradients, values, (1, 1)) - inners[:, None])
+        if self.shown.rules.softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh^2(x / c)
+            slopes = slopes * (1.0 - jnp.square(scores / self.shown.rules.softcap))
         return weights, slopes
 
     def mask(
@@ -410,8 +388,8 @@ class Tiles:
         def visible(block):
             queries, keys = (block, keys_at) if queries_at is None else (queries_at, block)
             rows, columns = (place * BLOCK + jnp.arange(BLOCK) for place in (queries, keys))
-            seen = self.shown.pairs((offset + rows)[:, None], columns[None, :])
-            seen = seen & (columns < length)[None, :] & (rows < self.num_queries)[:, None]
+            seen = (columns < length)[None, :] & (rows < self.num_queries)[:, None]
+            seen = self.shown.rules.mask.by_position((offset + rows)[:, None], columns[None, :], seen)
             if self.shown.has_segments:
                 ours, theirs = segments(query_ref, queries, self.num_queries), segments(key_ref, keys, self.num_keys)
                 seen = seen & (ours[:, None] == theirs[None, :])

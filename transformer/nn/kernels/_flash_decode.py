@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from transformer.nn import _few_rows as few_rows
 from transformer.nn._axes import Array, Attended, DType, Key, Query, Value
 from transformer.nn._masks import Mask
-from transformer.nn._partitioning import platform
-from transformer.nn._probing import compiler_error
+from transformer.nn._probing import gpu_compiler_refusal
 from transformer.nn.kernels._contract import NO_WEIGHT, AttentionSpec
+from transformer.nn.kernels._flash import triton_limits
 from transformer.nn.kernels._reference import reference_attention
 
 BLOCK = 128
@@ -30,8 +30,6 @@ SPLIT_KEYS = 256
 
 LEAST_PROGRAMS = 264
 """number of programs up to which the cache is split: two for each multiprocessor of an H100"""
-
-LARGEST_HEAD = 256
 
 REASONS = {
     "weights": "it never stores the full attention matrix",
@@ -47,24 +45,16 @@ REASONS = {
 
 def flash_decode_limits(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not support a call; None if it does."""
-    shapes, heads = spec.shapes, {spec.shapes.head_dim, spec.shapes.value_dim}
-    refused = {
-        f"run on {platform()}: it is for NVIDIA GPUs": platform() != "gpu" and not few_rows.INTERPRET,
-        "handle a symbolic length": shapes.is_symbolic,
-        f"attend from {shapes.num_queries} queries: it supports one per row": shapes.num_queries != 1,
-        "run on several devices": not few_rows.on_one_device(),
-        f"use a head size above {LARGEST_HEAD}": max(heads) > LARGEST_HEAD,
-        f"compute in {jnp.dtype(shapes.dtype)}: it supports bfloat16 and float16": shapes.dtype
-        not in (jnp.bfloat16, jnp.float16),
-    }
-    return next((why for why, applies in refused.items() if applies), None)
+    if (refusal := triton_limits(spec)) is not None:
+        return refusal
+    if spec.shapes.num_queries != 1:
+        return f"attend from {spec.shapes.num_queries} queries: it supports one per row"
+    return None if few_rows.on_one_device() else "run on several devices"
 
 
 def flash_decode_compiler_refusal(spec: AttentionSpec) -> str | None:
     """Return why the kernel does not compile for this GPU; None if it does."""
-    if platform() != "gpu" or (error := compiler_error(_example, spec.shapes.dtype, "gpu")) is None:
-        return None
-    return f"be compiled for this GPU ({error})"
+    return gpu_compiler_refusal(_example, spec.shapes.dtype)
 
 
 def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
@@ -159,8 +149,7 @@ def _run(
     (rows, num_heads, head), (kv_heads, slots, value_dim) = query.shape, values.shape[1:]
     group = num_heads // kv_heads
     part = -(-slots // (splits * BLOCK)) * BLOCK
-    # Triton's tiles have sizes that are powers of two, and its matrix multiplications at least 16 rows.
-    tall, wide, deep = max(16, _power(group)), max(16, _power(head)), max(16, _power(value_dim))
+    tall, wide, deep = (few_rows.tile_size(size) for size in (group, head, value_dim))
 
     def body(query_ref, key_ref, value_ref, first_ref, last_ref, sink_ref, out_ref, *statistics):
         row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -180,7 +169,7 @@ def _run(
             shown = (index >= first_ref[row]) & (index >= split * part) & (index < stop)
             place = row, kv_head, pl.ds(at, BLOCK)
             tile = tl.load(key_ref.at[*place, in_head], mask=shown[:, None] & features[None, :], other=0.0)
-            products = jax.lax.dot_general(queries, tile, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            products = few_rows.dot(queries, tile, (1, 1))
             scores = jnp.where(shown[None, :], spec.capped(products), NO_WEIGHT)
             larger = jnp.maximum(top, scores.max(1))
             # With a larger maximum, earlier exponentials shrink by exp(top - larger): the online softmax (Milakov &
@@ -188,9 +177,7 @@ def _run(
             weights = jnp.where(shown[None, :], jnp.exp(scores - larger[:, None]), 0.0)
             shrink = jnp.exp(top - larger)
             tile = tl.load(value_ref.at[*place, in_value], mask=shown[:, None] & columns[None, :], other=0.0)
-            new = jax.lax.dot_general(
-                weights.astype(tile.dtype), tile, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            new = few_rows.dot(weights.astype(tile.dtype), tile)
             return larger, total * shrink + weights.sum(1), out * shrink[:, None] + new
 
         empty = jnp.full(tall, NO_WEIGHT), jnp.zeros(tall), jnp.zeros((tall, deep))
@@ -210,7 +197,3 @@ def _run(
         sizes = (splits, *size, value_dim), (splits, *size), (splits, *size)
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
     return few_rows.launch(body, (rows, kv_heads, splits), shapes, stages=2)(query, keys, values, first, last, sinks)
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -147,11 +146,6 @@ class Factors:
         return [one.shaped(y) for one, y in zip(maps, rows, strict=True)]
 
 
-def deferred(factors: Factors) -> Factors:
-    """Return the factors: an argument of `Linear` that leaves the multiplication to its caller."""
-    return factors
-
-
 def defers(module: nn.Module, x: Float[Array, "..."]) -> bool:
     """Return whether linear maps of x (..., D) gain from being multiplied together: few rows on a GPU."""
     # Where intermediate values are collected, each map returns its own product.
@@ -184,8 +178,8 @@ class Linear(nn.Module):
     quantization: Quantization | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "..."], product: Callable[[Factors], Any] | None = None) -> Any:
-        """Apply the map: (..., *in) -> (..., *features); with `product`, return product(the factors) instead."""
+    def __call__(self, x: Float[Array, "..."], *, defer: bool = False) -> Float[Array, "..."] | Factors:
+        """Apply the map: (..., *in) -> (..., *features); with `defer`, return the factors without multiplying them."""
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
         init = as_matrix(self.kernel_init or glorot_uniform(), self.contract)
         kernel = kernel_parameter(self, init, shape, self.param_dtype)
@@ -197,7 +191,8 @@ class Linear(nn.Module):
             # Parameters stay in `param_dtype` (float32) for the optimizer; only this copy is in the computation's
             # dtype.
             x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return (product or Factors.product)(Factors(x, kernel, bias, self.contract, scheme))
+        factors = Factors(x, kernel, bias, self.contract, scheme)
+        return factors if defer else factors.product()
 
 
 def projection(
@@ -284,11 +279,11 @@ class FeedForward(nn.Module):
             options = (self.dtype, self.param_dtype, self.quantization)
             return Linear((features,), 1, self.use_bias, init, *options, name=name)
 
-        product = deferred if self.gated and defers(self, x) else None
-        up = project("up", self.width, self.kernel_init)(x, product)
-        gate = project("gate", self.width, self.kernel_init)(x, product) if self.gated else None
+        defer = self.gated and defers(self, x)
+        up = project("up", self.width, self.kernel_init)(x, defer=defer)
+        gate = project("gate", self.width, self.kernel_init)(x, defer=defer) if self.gated else None
         # (B, T, F). The name lets the remat policy "names" (`_stacks.py`) store this array instead of recomputing it.
-        hidden = activate(self.activation, up, gate) if product is None else activated(self.activation, up, gate)
+        hidden = (activated if defer else activate)(self.activation, up, gate)
         hidden = constrain(hidden, "batch", "length", "feed_forward")
         hidden = checkpoint_name(hidden, "feed_forward_hidden")
         return project("down", x.shape[-1], self.output_init or self.kernel_init)(hidden)

@@ -24,6 +24,7 @@ from transformer.nn._partitioning import (
     platform,
     sum_of_parts,
 )
+from transformer.training._gpus import GPU_DEVICE_KINDS, GPUS
 
 LOGITS_AT_ONCE = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """Default number of logits in memory per device, by platform. On CPU, they fit into the cache. On GPU and TPU, a chunk
@@ -31,11 +32,12 @@ has about a thousand tokens or more with common vocabulary sizes, so that its ma
 fully (docs/benchmarks.md)."""
 
 LARGE_GPU_LOGITS = 2**30
-"""Default number of logits in memory on one of `LARGE_GPUS`: 2 GiB in bfloat16, and as much for their gradient. GPT-2
-124M with 16 x 1,024 tokens then needs one chunk instead of 7, each of which adds to a gradient (V, D) in float32."""
+"""Default number of logits in memory on a GPU with at least `LARGE_MEMORY` bytes: 2 GiB in bfloat16, and as much for
+their gradient. GPT-2 124M with 16 x 1,024 tokens then needs one chunk instead of 7, each of which adds to a gradient
+(V, D) in float32."""
 
-LARGE_GPUS = ("A100-SXM4-80GB", "A100 80GB", "H100", "H200", "H800", "H20", "B100", "B200", "B300")
-"""parts of the names of GPUs with 80 GB of memory or more"""
+LARGE_MEMORY = 80 * 10**9
+"""memory of a GPU from which it computes `LARGE_GPU_LOGITS` at once, bytes"""
 
 WIDTHS_AT_ONCE = {"cpu": 0.25, "gpu": 0.25, "tpu": 1.0}
 """Smallest default chunk in tokens, as a multiple of the width D, by platform. Each chunk reads the kernel of the head
@@ -62,7 +64,8 @@ def tokens_at_once(hidden: Hidden, vocab_size: int) -> int | None:
 def most_at_once(kind: str, vocab_size: int, size: int, vocab_ways: int = 1) -> int:
     """Return the most tokens in a chunk of one device, for width D and a vocabulary over `vocab_ways` devices."""
     # A device holds V / vocab_ways logits per token.
-    is_large = kind == "gpu" and any(name in device_kind() for name in LARGE_GPUS)
+    gpu = GPUS.get(GPU_DEVICE_KINDS.get(device_kind(), "")) if kind == "gpu" else None
+    is_large = gpu is not None and gpu.memory_bytes >= LARGE_MEMORY
     logits = max(LOGITS_AT_ONCE[kind], LARGE_GPU_LOGITS if is_large else 0)
     return max(logits * vocab_ways // vocab_size, int(WIDTHS_AT_ONCE[kind] * size), 1)
 
