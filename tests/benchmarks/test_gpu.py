@@ -163,6 +163,7 @@ def test_ctrl_c_ends_the_part(tmp_path, monkeypatch):
     assert not running(int(file.read_text()))
 
 
+@pytest.mark.slow
 def test_failed_parts_leave_the_results_of_the_others(tmp_path, monkeypatch, capsys):
     """Here one part fails after its first row, and another one does not finish."""
     row = gpu_parts.row("copy", "bound", 0.5, 1.0, 8.0, "bytes/s")
