@@ -25,7 +25,7 @@ MAX_ROWS = 16
 """maximum number of rows: the height of the tiles that tensor cores multiply"""
 
 BLOCK = 64
-"""rows and columns of the tiles of a matrix; of the sizes tried on an H200, the fastest or within 4 % of it"""
+"""rows and columns of the tiles of a matrix; of the sizes tried on an H200, the fastest or within 3 % of it"""
 
 LEAST_PROGRAMS = 256
 """number of programs (thread blocks) up to which the inputs of a product are split: two for each multiprocessor"""
