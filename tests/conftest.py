@@ -29,6 +29,7 @@ NUMERICS = [
     for name in [
         "_attention",
         "_blocks",
+        "_few_rows",
         "kernels",
         "layers",
         "_masks",

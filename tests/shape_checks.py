@@ -73,7 +73,7 @@ def _resolved(annotation, namespace):
     holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
         return typing.get_type_hints(holder, namespace, include_extras=True)["value"]
-    except Exception:  # whatever evaluating the annotation raises
+    except NameError:
         return typing.Any
 
 

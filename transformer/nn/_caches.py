@@ -259,7 +259,7 @@ def of_layer(array: Array, layer: Int[Array, ""] | None) -> Array:
     return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
 
 
-def known_rows(*arrays: Int[Array, "*L B ..."]) -> tuple[np.ndarray, ...] | None:
+def known_rows(*arrays: Int[Array, "..."]) -> tuple[np.ndarray, ...] | None:
     """Return arrays of a cache for one layer, (B, ...), on the host; None if a value is unknown, as inside jit.
 
     A leading axis of layers, which have equal values, is left out: the first array is then (L, B) instead of (B,).

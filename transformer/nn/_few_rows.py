@@ -65,10 +65,10 @@ def _example(dtype: DType) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruc
 
 
 @jax.custom_jvp
-def products(x: Float[Array, "R Di"], kernels: tuple[Float[Array, "Di Do"], ...]) -> tuple[Float[Array, "R Do"], ...]:
-    """Compute x @ kernel for each of several matrices with equal inputs, in one launch; sums are in float32.
+def products(x: Float[Array, "R Di"], kernels: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Compute x @ kernel, (R, Do), for each of several kernels (Di, Do), in one launch; sums are in float32.
 
-    Matrices of int8 are converted to the dtype of x on the chip, so that half as many bytes are read.
+    Do may differ. Kernels of int8 are converted to the dtype of x on the chip, so that half as many bytes are read.
     """
     outputs = [kernel.shape[1] for kernel in kernels]
     blocks = [-(-size // BLOCK) for size in outputs]

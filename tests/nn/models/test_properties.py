@@ -29,7 +29,7 @@ def reach(case: Case, layers: int, causal: bool) -> np.ndarray:
     return seen
 
 
-@often(1, 6, st.tuples(cases(), st.integers(0, LENGTH - 1)))
+@often(1, 10, st.tuples(cases(), st.integers(0, LENGTH - 1)))
 def test_an_output_depends_exactly_on_its_unmasked_inputs(drawn):
     """Check the Jacobian of a random mixture of the logits at t with respect to the embeddings at s.
 
@@ -74,7 +74,7 @@ def test_an_output_depends_exactly_on_its_unmasked_inputs(drawn):
         assert_close(others[: place + 1], logits[: place + 1])
 
 
-@often(1, 6, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
+@often(1, 10, st.tuples(cases(), st.sampled_from(["lengths", "right", "left"]), st.integers(1, 3)))
 def test_padding_changes_nothing(drawn):
     """Masked tokens at either end change neither logits nor router losses, with any ids."""
     case, way, more = drawn
@@ -118,7 +118,7 @@ def packings(draw):
     return lengths, [[first, second], [third], []]
 
 
-@often(1, 6, st.tuples(cases(), packings()))
+@often(1, 10, st.tuples(cases(), packings()))
 def test_packed_texts_equal_separate_texts(drawn):
     """Compare logits, router losses, and gradients of their sum."""
     case, (lengths, packed) = drawn
@@ -165,7 +165,7 @@ def full_batch(case: Case, rows: int, lengths: tuple[int, int] = (LENGTH, SOURCE
     return made | {"weights": weights.astype(np.float32)}
 
 
-@often(1, 6, st.tuples(cases(), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
+@often(1, 10, st.tuples(cases(), st.sampled_from([(1, 2, 0), (2, 0, 1)])))
 def test_rows_of_a_batch_are_independent(drawn):
     """A permutation of the rows permutes the outputs."""
     case, order = drawn
@@ -182,7 +182,7 @@ EXECUTIONS = [
 
 @often(
     1,
-    5,
+    8,
     st.tuples(
         cases("decoder", "encoder", repeats=2),
         st.sampled_from(EXECUTIONS[:4] + EXECUTIONS[5:]),
@@ -217,7 +217,7 @@ def chunks(draw):
     return prompts, [one] * (rest // one)
 
 
-@often(1, 6, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
+@often(1, 10, st.tuples(cases("decoder", "encoder-decoder"), chunks()))
 def test_cached_is_uncached(drawn):
     """Read padded prompts of different lengths, then single tokens or all remaining tokens in one call."""
     case, (prompts, widths) = drawn
@@ -246,14 +246,14 @@ def test_cached_is_uncached(drawn):
 
 
 @pytest.mark.programs(110, reason="compares jit with the single operations")
-@often(1, 4, cases())
+@often(1, 8, cases())
 def test_compiled_equals_eager(case):
     read, batch = reader(case), full_batch(case, 2)
     run = jax.jit(read)
     assert_close(run(case.params, batch), read(case.params, batch), noise=rounding(run, case.params, batch))
 
 
-@often(0, 5, st.tuples(cases(), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
+@often(0, 8, st.tuples(cases(), st.lists(st.sampled_from(AXES), min_size=3, max_size=3)))
 def test_eight_devices_equal_one_device(drawn):
     """Values and gradients are the same if a mesh splits rows, length, heads, parameters or experts."""
     case, axes = drawn
